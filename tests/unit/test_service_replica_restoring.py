@@ -15,6 +15,7 @@ from kvevents_plane.layout import Layout, PartitionInfo
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.replica import build as index_build
 from kvevents_plane.replica.build import IndexBuild
+from kvevents_plane.settings import ReaderLimits
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 
 pytest.importorskip("nats")
@@ -64,7 +65,7 @@ async def begin_partition(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapsh
     monkeypatch.setattr(IndexBuild, "_find_reset", find_reset)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]
-    build = IndexBuild(client, Layout("default", 1), answering, PrefixIndex())
+    build = IndexBuild(client, Layout("default", 1), answering, PrefixIndex(), ReaderLimits())
     try:
         while not begun.is_set() and not build.fault:
             await build.advance()

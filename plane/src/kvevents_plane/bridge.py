@@ -203,11 +203,9 @@ class Bridge:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()
-                running = [
-                    tasks.create_task(work()) for partition in self.partitions for work in (partition.read, partition.write)
-                ]
-                running += [tasks.create_task(work()) for work in (self._run_periodic_work, self._set_ready)]
-                running.append(tasks.create_task(self._watch_replicas(js)))
+                work = [run() for partition in self.partitions for run in (partition.read, partition.write)]
+                work += [self._run_periodic_work(), self._set_ready(), self._watch_replicas(js)]
+                running = [tasks.create_task(coroutine) for coroutine in work]
                 await stop.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(STOP_SECONDS):
@@ -293,14 +291,10 @@ class Bridge:
         stuck = {partition.partition for partition in self.partitions if self._is_stuck(partition)}
         for key in self._watches:
             partition = self._partition_of(key)
-            if partition.partition in stuck and key not in partition.paused:
-                self._pause(key, partition)
-            elif (
-                key in partition.paused
-                and partition.ready.is_set()
-                and not partition.fault
-                and not partition.builder.queued_records
-            ):
+            if key not in partition.paused:
+                if partition.partition in stuck:
+                    self._pause(key, partition)
+            elif partition.ready.is_set() and not partition.fault and not partition.builder.queued_records:
                 self._resync(key)
 
     def _pause(self, key: StreamKey, partition: PartitionWriter) -> None:
@@ -442,9 +436,8 @@ class Bridge:
             if is_due or is_lagging != partition.is_lagging:
                 partition.is_lagging, partition.conflict = is_lagging, self._conflict_in(partition, now)
                 suspicion, reported = self.liveness.suspicion, lag if is_lagging else 0.0
-                partition.set_heartbeat(
-                    HeartbeatRecord(self.id, interval, suspicion, reported, self._process, now, partition.conflict)
-                )
+                heartbeat = HeartbeatRecord(self.id, interval, suspicion, reported, self._process, now, partition.conflict)
+                partition.set_heartbeat(heartbeat)
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
         """Return a sentence about a stream whose name another bridge uses for another engine; empty without a conflict."""

@@ -250,9 +250,7 @@ class BridgePeers:
     def is_alive(self, bridge: str, now: float, intervals: float = 1.0) -> bool:
         """Return whether a heartbeat of another bridge has arrived recently, within `intervals` times its `alive_seconds`."""
         last, arrival = self._heartbeats().get(bridge), self._arrivals.get(bridge)
-        if last is None or arrival is None:
-            return False
-        return now - arrival[1] < intervals * last.record.alive_seconds
+        return last is not None and arrival is not None and now - arrival[1] < intervals * last.record.alive_seconds
 
     def has_other(self, now: float) -> bool:
         """Return whether another bridge is alive."""

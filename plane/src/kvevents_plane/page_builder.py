@@ -94,8 +94,6 @@ class _Selection:
 
 
 class _PageInFlight(NamedTuple):
-    """The page in flight."""
-
     page: Page
     heartbeat: HeartbeatRecord | None
     selections: list[_Selection]
@@ -204,7 +202,6 @@ class PageBuilder:
         return sum(len(self._queues[key].records) for key in self._active)
 
     def _clear(self, key: StreamKey) -> None:
-        """Drop a stream's queued records."""
         queue = self._queues.get(key)
         self._active.pop(key, None)
         if queue is not None:
@@ -243,8 +240,7 @@ class PageBuilder:
         if not records:
             return None
         self._pages += 1
-        name = f"{self._builder_id}#{self._pages}"
-        page = Page(VERSION, self._bridge, records, name, self.state.history)
+        page = Page(VERSION, self._bridge, records, f"{self._builder_id}#{self._pages}", self.state.history)
         self._in_flight = _PageInFlight(page, self._heartbeat, selections)
         self._heartbeat = None
         return page

@@ -228,11 +228,7 @@ class PartitionState:
             del self.heartbeats[next(iter(self.heartbeats))]
 
     def _apply_reset(self, record: ResetRecord) -> Iterable[PartitionEvent]:
-        left = [
-            StreamLeft(key, record.reason, stream.incarnation)
-            for key, stream in self.streams.items()
-            if stream.registration is not None
-        ]
+        left = [StreamLeft(key, record.reason, self.streams[key].incarnation) for key in self.registrations()]
         self.unknown_prefix, self.first_page = "", self.position
         self.min_incarnation = max(self.min_incarnation, record.floor)
         self.streams.clear()
@@ -246,8 +242,7 @@ class PartitionState:
         elif known.registration is None:
             del self.streams[record.key]
             # Readers have dropped the old incarnation, so a bridge continues with the next one.
-            known = StreamState(record.registration, known.incarnation, has_ended=True)
-            self.streams[record.key] = known
+            known = self.streams[record.key] = StreamState(record.registration, known.incarnation, has_ended=True)
         else:
             known.registration = record.registration
         known.engines[self._writer] = engine_digest(record.registration)

@@ -125,10 +125,8 @@ class PlaneView(msgspec.Struct, frozen=True):
         """The faults of all partitions and replicas, as sentences."""
         faults = [f"partition {partition.partition}: {fault}" for partition in self.partitions for fault in partition.faults]
         faults += [f"replica {replica.name} {fault}" for replica in self.replicas for fault in replica.faults]
-        faults += [
-            f"several processes use the bridge name {name}; give each its own name with --bridge-name"
-            for name in sorted({name for partition in self.partitions for name in partition.shared})
-        ]
+        names = sorted({name for partition in self.partitions for name in partition.shared})
+        faults += [f"several processes use the bridge name {name}; give each its own name with --bridge-name" for name in names]
         return faults
 
 

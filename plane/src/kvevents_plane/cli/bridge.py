@@ -25,14 +25,7 @@ from kvevents.cli.settings_parser import (
     add_sources,
     read_sources,
 )
-from kvevents.cli.signals import (
-    StateLogger,
-    StopSignal,
-    add_log_options,
-    configure_logging,
-    configure_threads,
-    trimming_memory,
-)
+from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.prometheus import Probes, Samples, Table, families, samples_by_label, serve
 from kvevents.prometheus import check_address as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
@@ -247,11 +240,8 @@ class BridgeProcess:
         yield f"name {settings.name!r}", duplicate, logging.WARNING
         yield "engines", self.bridge.engine_conflict, logging.ERROR
         is_full = sum(partition.builder.queued_bytes for partition in partitions) >= settings.max_queued_bytes
-        yield (
-            "queue",
-            "full; the bridge stops reading until the servers accept queued records" if is_full else "",
-            logging.WARNING,
-        )
+        queue = "full; the bridge stops reading until the servers accept queued records" if is_full else ""
+        yield "queue", queue, logging.WARNING
 
 
 class BridgeSubscriptions:

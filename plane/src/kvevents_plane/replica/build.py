@@ -20,7 +20,7 @@ from kvevents_plane.digests import ConsistencyCheck, ReplicaDigests
 from kvevents_plane.layout import Layout, PartitionInfo, partition_info
 from kvevents_plane.log_subscriber import LogSubscriber
 from kvevents_plane.nats_client import PlaneClient
-from kvevents_plane.partition_reader import DEFAULT_LIMITS, OnMessages, PartitionReader, ReadFailure
+from kvevents_plane.partition_reader import OnMessages, PartitionReader, ReadFailure
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
 from kvevents_plane.settings import ReaderLimits
@@ -52,12 +52,7 @@ class IndexBuild:
     """
 
     def __init__(
-        self,
-        client: PlaneClient,
-        layout: Layout,
-        snapshots: Snapshots,
-        index: PrefixIndex,
-        limits: ReaderLimits = DEFAULT_LIMITS,
+        self, client: PlaneClient, layout: Layout, snapshots: Snapshots, index: PrefixIndex, limits: ReaderLimits
     ) -> None:
         self.index: Final = index
         sink = IndexSink(index)
