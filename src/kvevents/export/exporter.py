@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.errors import ConfigError, RecordingError, UsageError
-from kvevents.export.residency import BatchPosition, WorkerCache
+from kvevents.export.residency import I64_END, BatchPosition, WorkerCache
 from kvevents.export.tables import (
     BATCHES,
     DEFAULT_EXPORT_LIMITS,
@@ -29,8 +29,6 @@ from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
 from kvevents.recording.files import StrPath
 from kvevents.stream import Gap, RawBatch
 from kvevents.wire import decode_batch
-
-_I64_END: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ class _Export:
         events, ts = decoding.batch.events, decoding.batch.ts or None
         time = t if ts is None else ts
         rank = decoding.batch.data_parallel_rank
-        if worker.stream.rank is None and rank is not None and -_I64_END <= rank < _I64_END:
+        if worker.stream.rank is None and rank is not None and -I64_END <= rank < I64_END:
             worker.stream.rank = rank
         gap_before = worker.gap_before
         worker.count_batch(batch.incarnation, time)

@@ -13,7 +13,7 @@ from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
 
-_I64_END: Final = 1 << 63
+I64_END: Final = 1 << 63
 
 UNKEYED: Final = {
     "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
@@ -184,7 +184,7 @@ class WorkerCache:
         depth = chain.depth + index + 1 if is_chain and chain.depth is not None else None
         if not is_chain:
             parent = event.parent_block_hash if index == 0 else None
-        tokens = event.block_size if 0 < event.block_size < _I64_END else None
+        tokens = event.block_size if 0 < event.block_size < I64_END else None
         block = _Block(ChainState(key, depth, chain.salt), parent, tokens)
         if known_block is not None:
             block.residencies = known_block.residencies
@@ -213,7 +213,7 @@ class WorkerCache:
         elif index > 0:
             tokens = ()
         plain_ids = [token[0] if isinstance(token, tuple) else token for token in tokens]
-        numbers = [token for token in plain_ids if isinstance(token, int) and -_I64_END <= token < _I64_END]
+        numbers = [token for token in plain_ids if isinstance(token, int) and -I64_END <= token < I64_END]
         return (numbers if len(numbers) == len(plain_ids) else None,)
 
     # --- removals and clears
@@ -272,4 +272,4 @@ class WorkerCache:
 
 def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
     group = event.group_idx or 0
-    return Placement(tier_of(event.medium), group if -_I64_END <= group < _I64_END else None, event.locality, event.ownership)
+    return Placement(tier_of(event.medium), group if -I64_END <= group < I64_END else None, event.locality, event.ownership)
