@@ -116,7 +116,7 @@ class History:
         assert +self.mirror.held == contents(cache)
         used = {block for one in self.live for table in one.tables for block in table if block}
         assert cache.pool.free_blocks == cache.size.blocks - len(used)
-        assert len(cache._host or ()) <= cache.size.host_blocks
+        assert cache._host is None or len(cache._host._blocks) <= cache.size.host_blocks
         for one in self.live:
             assert all(len(table) == -(-one.computed // cache.size.block_size) for table in one.tables)
 
@@ -344,7 +344,7 @@ def test_host_memory_evicts_the_least_recently_used_prompt_from_its_end() -> Non
     events = compute_and_release(cache, second)
     assert [event.block_hashes for event in events if isinstance(event, BlockRemoved)] == [[first.hashes[2]], [first.hashes[1]]]
     assert cache._host is not None
-    assert len(cache._host) == 3
+    assert len(cache._host._blocks) == 3
 
 
 def test_a_hit_in_host_memory_makes_a_prompt_the_most_recently_used() -> None:

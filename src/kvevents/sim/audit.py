@@ -179,16 +179,14 @@ class Audit:
                 continue
             sequence = lookup.sequence
             # The last token of a sequence never counts as cached.
-            match = self.index.match(
-                sequence.tokens[: lookup.tokens - 1], Namespace(lora=sequence.lora, salt=sequence.salt)
-            ).get(*worker)
+            namespace = Namespace(lora=sequence.lora, salt=sequence.salt)
+            match = self.index.match(sequence.tokens[: lookup.tokens - 1], namespace).get(*worker)
             indexed = 0 if match is None else match.tokens
             differs = indexed != lookup.cached
             counts.checked += 1
             counts.disagreements += differs
             if differs and len(counts.examples) < MAX_EXAMPLES:
-                found = (lookup.tokens, lookup.cached, indexed)
-                counts.examples.append(Disagreement(*worker, *lookup.position, *found))
+                counts.examples.append(Disagreement(*worker, *lookup.position, lookup.tokens, lookup.cached, indexed))
 
 
 _encode: Final = batch_encoder()

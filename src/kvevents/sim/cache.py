@@ -138,9 +138,8 @@ class PrefixCache:
         Returns False, and changes nothing, if not all known tokens of the sequence fit.
         """
         pool = self.pool
-        wanted = max(
-            self._count_needed(sequence.known, prefix, caps_windows=True), self._count_needed(prefix.tokens + tokens, prefix)
-        )
+        whole = self._count_needed(sequence.known, prefix, caps_windows=True)
+        wanted = max(whole, self._count_needed(prefix.tokens + tokens, prefix))
         if wanted + prefix.loaded + sum(pool.count_unused(table) for table in prefix.tables) > pool.free_blocks:
             return False
         for table in prefix.tables:
@@ -332,9 +331,6 @@ class HostMemory:
         self._medium: Final = medium
         self._changes: Final = changes
         self._blocks: Final[OrderedDict[int, None]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._blocks

@@ -81,9 +81,8 @@ class AuditingFollower:
         Unlike an EXACT stream, the stream need not be up to date: replay may be filling a gap. The stream may also be DEGRADED
         for the reason that no live batch has verified the replay endpoint, which the fleet owns.
         """
-        return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
-            DegradedReason.REPLAY_UNPROVEN
-        }
+        subscriber = self._subscriber
+        return subscriber is not None and subscriber.status(*worker).degraded_reasons <= {DegradedReason.REPLAY_UNPROVEN}
 
     def check(self) -> None:
         """Raise the exception that ended the follower's thread, if there was one."""

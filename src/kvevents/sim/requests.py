@@ -127,8 +127,7 @@ def draw(number: int, length: int) -> array[int]:
 @cache
 def _token_source() -> array[int]:
     """Return pseudo-random token ids, which are equal in all processes."""
-    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - numbers that need not be secret
-    return array("I", raw)
+    return array("I", array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS)))  # noqa: S311 - numbers that need not be secret
 
 
 @dataclass(frozen=True, slots=True)

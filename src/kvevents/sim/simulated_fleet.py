@@ -346,8 +346,7 @@ def simulate(
     regularly. Equal arguments give equal results.
     """
     timeline = Timeline()
-    index = PrefixIndex(clock=lambda: timeline.now)
-    audit = Audit(index)
+    audit = Audit(PrefixIndex(clock=lambda: timeline.now))
     routers = make_routers(settings, name, audit, chosen=chosen, clock=lambda: timeline.now)
     sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
     fleet = SimulatedFleet(settings, routers, audit, sink, timeline)

@@ -319,11 +319,8 @@ class _Agent:
         for _ in range(draw_turns(turns, random) - 1):
             call = self._write_text(settings.call)
             helpers = random.randint(1, settings.helpers) if random.random() < delegating else 0
-            following = (
-                prompt
-                + call
-                + Text(piece for _ in range(max(helpers, 1)) for piece in self._write_text(settings.result).pieces)
-            )
+            results = (piece for _ in range(max(helpers, 1)) for piece in self._write_text(settings.result).pieces)
+            following = prompt + call + Text(results)
             if len(following) > settings.context:
                 break
             names = [f"{self.session.name}.{helped + place}" for place in range(helpers)]

@@ -48,8 +48,7 @@ class Sessions:
     continue exactly at the end of another user's first prompt become one session with that user.
     """
 
-    def __init__(self, name: str = "session", max_ends: int = MAX_ENDS) -> None:
-        self._name = name
+    def __init__(self, max_ends: int = MAX_ENDS) -> None:
         self._max_ends = max_ends
         self._begun = 0
         self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
@@ -62,7 +61,7 @@ class Sessions:
         session = self._find_session(pieces, whole)
         if session is None:
             self._begun += 1
-            session = f"{self._name}-{self._begun}"
+            session = f"session-{self._begun}"
         if whole > 1:
             end = pieces[whole - 1]
             _, followers = self._ends.pop(end, (session, set()))
