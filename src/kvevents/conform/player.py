@@ -260,8 +260,7 @@ def play(scenario: Scenario, driver: Driver) -> Result:
             engines = {name: ScriptedEngine(name, scenario, stack) for name in scenario.engines}
             registering = [step for step in scenario.steps if isinstance(step, steps.Register)]
             registrations = [registration_of(step, scenario, engines) for step in registering]
-            target = stack.enter_context(driver.target(scenario, registrations))
-            player = Player(scenario, target, engines)
+            player = Player(scenario, stack.enter_context(driver.target(scenario, registrations)), engines)
             return result(*player.play(), player.silent_seconds)
     except TargetError as error:
         return result(Verdict.UNANSWERED, str(error), player.silent_seconds if player else 0.0)

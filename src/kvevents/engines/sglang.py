@@ -204,12 +204,10 @@ class _CacheDigest:
 def _install_hooks() -> bool:
     """Hook into SGLang's scheduler. Return whether the plugin can attest the cache of this release."""
     for module_name, owner_name, method_name in _EMITTERS:
-        module = sys.modules.get(module_name)
-        owner = getattr(module, owner_name, None)
-        if owner is None or not hasattr(owner, method_name):
-            continue
-        hook(owner, method_name, _link_when_created)
-        return True
+        owner = getattr(sys.modules.get(module_name), owner_name, None)
+        if owner is not None and hasattr(owner, method_name):
+            hook(owner, method_name, _link_when_created)
+            return True
     logger.info("kvevents: no attestation: this release of SGLang publishes its events from an unknown method")
     return False
 

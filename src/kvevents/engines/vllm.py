@@ -211,8 +211,7 @@ def _digest_of(manager: Any) -> int:
     """Return the sum of the digests of all pools on the GPU. Hybrid models can have several pools."""
     pools = manager.__dict__.get("kvevents_pools")
     if pools is None:
-        coordinator = getattr(manager, "coordinator", None)
-        groups = getattr(coordinator, "single_type_managers", ())
+        groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
         candidates = dict.fromkeys([manager.block_pool, *(group.block_pool for group in groups)])
         pools = manager.kvevents_pools = [pool for pool in candidates if getattr(pool, "medium", None) in _GPU_MEDIA]
     digests: list[int | Exception] = [pool.cached_block_hash_to_block.__dict__.get("kvevents_digest", 0) for pool in pools]

@@ -234,10 +234,7 @@ def encode_snapshot(
         return encode(KVEventBatch(ts, content, rank))
 
     stated, *other_ranks = dict.fromkeys(map(rank_of, pieces))
-    if other_ranks:
-        rank = None
-    elif stated is not None:
-        rank = stated
+    rank = None if other_ranks else rank if stated is None else stated
     groups: Iterator[_Group] = chain([(rank, [*_CLEARS])], (_decode_piece(piece, rank) for piece in pieces))
     if not other_ranks and 2 * sum(map(len, pieces)) <= limit:  # no dialect needs more than twice the bytes of the pieces
         groups = iter([(rank, [event for _, events in groups for event in events])])

@@ -36,14 +36,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from kvevents.events import KVEventBatch
-from kvevents.publisher.compaction import (
-    MAX_RANKS,
-    MAX_SNAPSHOT_PARTS,
-    Compactor,
-    Encode,
-    SequencedPayload,
-    encode_snapshot,
-)
+from kvevents.publisher.compaction import MAX_RANKS, MAX_SNAPSHOT_PARTS, Compactor, Encode, SequencedPayload, encode_snapshot
 from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.publisher.stats import HistoryStats
 from kvevents.wire import decode_batch, encode_batch

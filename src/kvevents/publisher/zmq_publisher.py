@@ -159,8 +159,9 @@ class ZmqEventPublisher(QueuedPublisher):
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._closing_lock = threading.RLock()
-        compact_history = self._replay_buffer.compact_until_stopped
-        self._compaction = threading.Thread(target=compact_history, daemon=True, name="zmq-compaction")
+        self._compaction = threading.Thread(
+            target=self._replay_buffer.compact_until_stopped, daemon=True, name="zmq-compaction"
+        )
         self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:
@@ -174,9 +175,8 @@ class ZmqEventPublisher(QueuedPublisher):
         self._bound_endpoint, self._replay_bound = self._server.bound, self._server.replay_bound
         settings = self._settings
         self._failures = FailureLog(logger, self.endpoint, settings.log_interval)
-        self._queue_full_log = LossLogger(
-            logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full", settings.loss_quiet_time
-        )
+        subject = f"{self.endpoint}: the queue of {max_queue_size} batches is full"
+        self._queue_full_log = LossLogger(logger, subject, settings.loss_quiet_time)
         self._encode_failure_log = LossLogger(logger, f"{self.endpoint}: a batch cannot be encoded", settings.loss_quiet_time)
         if self._replay_buffer.history_stats() is not None:
             self._compaction.start()

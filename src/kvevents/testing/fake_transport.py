@@ -210,8 +210,7 @@ class FakeTransport:
         self, endpoint: str, replay_endpoint: str | None = None, topic: bytes = b"", buffer_steps: int = ENGINE_BUFFER_STEPS
     ) -> FakeEngine:
         """Start an engine at `endpoint`. Call this before a subscriber connects."""
-        engine = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)
-        self._engines[endpoint] = engine
+        engine = self._engines[endpoint] = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)
         return engine
 
     def open(self, source: Source) -> FakeConnection:
