@@ -151,8 +151,7 @@ def convert(data: Any, kind: type[T], origin: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        fault = fault_of(error, kind)
-        raise ConfigError(f"{origin}: {with_path(fault, kind)}") from error
+        raise ConfigError(f"{origin}: {with_path(fault_of(error, kind), kind)}") from error
 
 
 def with_path(fault: SettingFault, kind: type[Struct]) -> str:

@@ -170,9 +170,8 @@ class Journal:
         """Continue after the recovered records, which must be complete."""
         assert recovered.incarnation is not None  # noqa: S101 - complete records have an incarnation
         self._incarnation = recovered.incarnation
-        self._end_state = EndState(
-            recovered.next_number, recovered.checkpoint, dict(recovered.positions), dict(recovered.origins)
-        )
+        positions, origins = dict(recovered.positions), dict(recovered.origins)
+        self._end_state = EndState(recovered.next_number, recovered.checkpoint, positions, origins)
         self._snapshot_bytes = sum(header.committed for header in recovered.headers if header.kind == journal_format.SNAPSHOT)
         self._closed_logs = sum(header.committed for header in recovered.headers if header.kind == journal_format.LOG)
         self._start([header.name for header in recovered.headers])
@@ -338,11 +337,10 @@ class Journal:
         is_done = self._snapshot_write is None or _wait(self._snapshot_write.result, until)
         self._check_snapshot()
         log, self._log = self._log, None
+        is_recorded = False
         if self.state == "disk" and log is not None:
             is_done &= _wait(self._in_background(lambda: self._close_log(log)), until)
             is_recorded = is_done
-        else:
-            is_recorded = False
         self.state = "closed"
         if self._folder is not None and is_done:  # while a thread might still write, the folder must stay locked
             self._folder.close()

@@ -176,12 +176,8 @@ def _cause_of(error: Exception) -> BaseException:
     """Return the operating system's error if aiohttp's error wraps one."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error
-    return error
+    return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
 
 
 def _describe_error(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return " ".join(error.message.split())
-    return reason_of(error)
+    return " ".join(error.message.split()) if isinstance(error, aiohttp.ClientResponseError) else reason_of(error)

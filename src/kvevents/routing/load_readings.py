@@ -131,8 +131,7 @@ class ReportedLoad:
             raise LoadError(f"has no {_VLLM.running} and no {_SGLANG.running}")
         running, waiting = self._value_of(names, names.running, rank), self._value_of(names, names.waiting, rank)
         if running is None or waiting is None:
-            metric = names.running if running is None else names.waiting
-            raise LoadError(f"has no {metric} of rank {rank}")
+            raise LoadError(f"has no {names.running if running is None else names.waiting} of rank {rank}")
         capacity = self._capacity_of(names, rank)
         used = None if names.used is None else self._value_of(names, names.used, rank)
         usage = next((value for name in names.usage if (value := self._value_of(names, name, rank)) is not None), 0.0)

@@ -291,8 +291,7 @@ class Router:
             if not all_candidates:
                 if not self._workers:
                     raise NoWorkerError("the router has no workers: add one first")
-                workers = f"all {len(self._workers)} workers"
-                raise NoWorkerError(f"{workers} are excluded: exclude fewer in `without`, or add others")
+                raise NoWorkerError(f"all {len(self._workers)} workers are excluded: exclude fewer in `without`, or add others")
             candidates = nearest(all_candidates, [distance_of(candidate.trust) for candidate in all_candidates])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
@@ -332,9 +331,8 @@ class Router:
                 return
             request.is_decoding = True
             load = request.worker.load
-            request.worker.load = Load(
-                load.requests, load.waiting_tokens - request.waiting, load.decoding + 1, load.decoding_tokens + request.length
-            )
+            waiting_tokens = load.waiting_tokens - request.waiting
+            request.worker.load = Load(load.requests, waiting_tokens, load.decoding + 1, load.decoding_tokens + request.length)
 
     def finish(self, key: Hashable) -> None:
         """Record that the answer ended, failed or was cancelled. Does nothing for an unknown key or a second call."""
@@ -342,9 +340,9 @@ class Router:
             self.record_first_token(key)
             request = self._requests.pop(key, None)
             if request is not None:
-                load = request.worker.load
+                load, length = request.worker.load, request.length
                 request.worker.load = Load(
-                    load.requests - 1, load.waiting_tokens, load.decoding - 1, load.decoding_tokens - request.length
+                    load.requests - 1, load.waiting_tokens, load.decoding - 1, load.decoding_tokens - length
                 )
 
     @property

@@ -178,10 +178,8 @@ def rejection_of(error: Exception, subject: str) -> DecodeRejectedError:
     """Convert an error that msgspec raised when it read `subject`."""
     if isinstance(error, RecursionError):
         return DecodeRejectedError("too-deep", f"{subject} is nested deeper than the limit max_nesting")
-    is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
-        error, msgspec.ValidationError
-    )
-    reason = "malformed" if is_malformed else "bad-field"
+    is_undecodable = isinstance(error, msgspec.DecodeError | UnicodeDecodeError)
+    reason = "malformed" if is_undecodable and not isinstance(error, msgspec.ValidationError) else "bad-field"
     return DecodeRejectedError(reason, f"{subject}: {error}")
 
 

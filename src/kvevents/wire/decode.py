@@ -68,9 +68,8 @@ def begins_with_clear(payload: bytes) -> bool:
         return False
     if end > len(head):
         return False
-    event = head[first:end]
     # The event is decoded as the only event of a batch, because the decoder knows how each dialect writes a clear.
-    batch_events = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
+    batch_events = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + head[first:end]).batch.events
     return len(batch_events) == 1 and type(batch_events[0]) is AllBlocksCleared and batch_events[0].unknown_fields is None
 
 

@@ -77,10 +77,9 @@ def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **
     """
     changes.setdefault("optional_fields", row.optional_fields | {*stored} if row.event_form == "map" else frozenset())
     removed_fields = row.removed_fields if removed is None else (*row.removed_fields, removed)
-    _TABLE.append(
-        replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
-    )
-    return _TABLE[-1]
+    dialect = replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
+    _TABLE.append(dialect)
+    return dialect
 
 
 _V0_9_1: Final = _next(_V0_9_0, "0.9.1", has_rank=True)
@@ -281,11 +280,8 @@ def _matches(row: Dialect, event: _EventShape) -> bool:
     if event.tag in NEUTRAL_KINDS:
         return row.event_form == event.form  # no known release sends a neutral kind
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
-    if (
-        names is None
-        or row.event_form != event.form
-        or (event.has_high_hash if row.has_signed_hashes else event.has_negative_hash)
-    ):
+    has_foreign_hash = event.has_high_hash if row.has_signed_hashes else event.has_negative_hash
+    if names is None or row.event_form != event.form or has_foreign_hash:
         return False
     if event.form == "array":
         return event.width == len(names)

@@ -60,9 +60,7 @@ def encode_seq(seq: int) -> bytes:
 def _seq_fault(frame: bytes) -> str | None:
     if len(frame) != SEQ_BYTES:
         return "sequence number is not 8 bytes"
-    if int.from_bytes(frame, "big") >= MAX_SEQ:
-        return "sequence number out of range"
-    return None
+    return "sequence number out of range" if int.from_bytes(frame, "big") >= MAX_SEQ else None
 
 
 def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -75,9 +73,7 @@ def parse_live(frames: Sequence[bytes]) -> Live | Malformed:
     if len(frames) != 3:
         return Malformed("not 3 frames")
     fault = _seq_fault(frames[1])
-    if fault is not None:
-        return Malformed(fault)
-    return Live(frames[0], int.from_bytes(frames[1], "big"), frames[2])
+    return Live(frames[0], int.from_bytes(frames[1], "big"), frames[2]) if fault is None else Malformed(fault)
 
 
 def replay_request_frames(start: int) -> list[bytes]:
@@ -121,9 +117,7 @@ def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
     if len(frames) == 2:
         return ReplayEnd() if frames[-1] == b"" else Malformed("not a replay reply")
     fault = _seq_fault(frames[-2])
-    if fault is not None and frames[-1] == b"":
-        return ReplayEnd()
     if fault is not None:
-        return Malformed(fault)
+        return ReplayEnd() if frames[-1] == b"" else Malformed(fault)
     topic = frames[1] if len(frames) == 4 else None
     return ReplayBatch(topic, int.from_bytes(frames[-2], "big"), frames[-1])

@@ -217,9 +217,7 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
         if wire_name in fields:
             fields[field] = fields.pop(wire_name)
     values = {name: raw for name, raw in fields.items() if not is_nil(raw)}
-    if kind == "BlockStored":
-        return {"token_ids": _EMPTY, "block_size": _ZERO} | values
-    return values
+    return {"token_ids": _EMPTY, "block_size": _ZERO, **values} if kind == "BlockStored" else values
 
 
 _EMPTY: Final = msgspec.Raw(b"\x90")
@@ -334,8 +332,7 @@ class FieldReader:
         try:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:
-            values = self._read("token_ids", _TOKENS)
-            return read_tokens(values, self._budget)
+            return read_tokens(self._read("token_ids", _TOKENS), self._budget)
         del self._fields["token_ids"]
         return values
 
