@@ -259,9 +259,8 @@ class Quarantine:
     def add(self, live: Live) -> bool:
         """Add a frame. Return False if a limit is reached."""
         size = self._bytes + len(live.payload)
-        if len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
-            return False
-        if not self._pending.has_room(len(live.payload)):
+        is_full = len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes
+        if is_full or not self._pending.has_room(len(live.payload)):
             return False
         self._frames.append(live)
         self._bytes = size

@@ -50,9 +50,8 @@ class ReorderBuffer:
     def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
         """Add a batch with a number that is not in the buffer. Return False if a limit is reached."""
         size = self._bytes + len(payload)
-        if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
-            return False
-        if not self._pending.has_room(len(payload)):
+        is_full = len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes
+        if is_full or not self._pending.has_room(len(payload)):
             return False
         self._batches[seq] = EarlyBatch(payload, replayed)
         heapq.heappush(self._order, seq)

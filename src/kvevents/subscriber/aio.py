@@ -53,9 +53,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         """
         self._check_open()
         await self._end_turn()
-        if self._multiplexer.ready or await self._wait_ready(timeout):
-            return self._pop_one()
-        return None
+        return self._pop_one() if self._multiplexer.ready or await self._wait_ready(timeout) else None
 
     async def receive_many(
         self,
@@ -70,9 +68,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         self._check_limit(limit)
         self._check_open()
         await self._end_turn()
-        if self._multiplexer.ready or await self._wait_ready(timeout):
-            return self._pop_many(limit, MAX_TURN_SECONDS)
-        return []
+        return self._pop_many(limit, MAX_TURN_SECONDS) if self._multiplexer.ready or await self._wait_ready(timeout) else []
 
     async def _end_turn(self) -> None:
         """Let other tasks run if this task has worked for more than `MAX_TURN_SECONDS`."""

@@ -309,9 +309,8 @@ class FrontEnd(Generic[BatchT]):
         deliveries: list[BatchT | Reset | Gap] = []
         maximum, end = math.inf if limit is None else limit, time.perf_counter() + seconds
         while self._multiplexer.ready and len(deliveries) < maximum:
-            deliveries += self._decode_and_apply(
-                self._multiplexer.pop(int(min(maximum - len(deliveries), DELIVERIES_PER_SLICE)))
-            )
+            count = int(min(maximum - len(deliveries), DELIVERIES_PER_SLICE))
+            deliveries += self._decode_and_apply(self._multiplexer.pop(count))
             if time.perf_counter() >= end:
                 break
         return deliveries

@@ -50,17 +50,13 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` during the wait.
         """
         self._check_open()
-        if self._multiplexer.ready or self._wait_ready(timeout):
-            return self._pop_one()
-        return None
+        return self._pop_one() if self._multiplexer.ready or self._wait_ready(timeout) else None
 
     def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return at most `limit` of the deliveries that are ready; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
-        if self._multiplexer.ready or self._wait_ready(timeout):
-            return self._pop_many(limit)
-        return []
+        return self._pop_many(limit) if self._multiplexer.ready or self._wait_ready(timeout) else []
 
     def wait_for(self, trust: Trust = Trust.DEGRADED, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.

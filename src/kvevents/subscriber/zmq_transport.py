@@ -86,11 +86,8 @@ class ZmqTransport(SocketOwner):
         """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
         if source.endpoint not in self._bound_sockets:
             check_descriptors(len(self._connections) + 1)
-        connection: Connection
-        if source.endpoint.startswith(GRPC):
-            connection = SmgConnection(source, self, self.discard)
-        else:
-            connection = ZmqConnection(source, self)
+        is_grpc = source.endpoint.startswith(GRPC)
+        connection: Connection = SmgConnection(source, self, self.discard) if is_grpc else ZmqConnection(source, self)
         self._connections.add(connection)
         return connection
 
@@ -345,9 +342,8 @@ class LiveSocket:
         if _DISCONNECTED in changes:
             self._abandon_socket(stream)
             return True
-        payloads, messages, is_drained = receive_batches(
-            self._native, self._sub, stream.topic, stream.expected_run(limit), limit
-        )
+        expected = stream.expected_run(limit)
+        payloads, messages, is_drained = receive_batches(self._native, self._sub, stream.topic, expected, limit)
         changes += self._read_monitor()
         if changes:
             self._plan_reopening(changes[-1], now)
@@ -389,8 +385,7 @@ class LiveSocket:
         type or keys, or a message that is too large), and libzmq, which knows only the address, does not resolve a name again.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
-        due = self.reopen_at or now + self._options.reconnect_max_ms / 1000
-        self.reopen_at = due if is_down else None
+        self.reopen_at = (self.reopen_at or now + self._options.reconnect_max_ms / 1000) if is_down else None
 
     def _abandon_socket(self, stream: Stream) -> None:
         """Replace a socket whose connection was lost while the application was stalled. Replay returns the lost messages.
