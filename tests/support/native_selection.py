@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 UNFOLLOWED = Standing(
-    TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
+    TrustStatus("STALE", "this service does not follow the worker", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
 )
 
 

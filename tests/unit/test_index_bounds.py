@@ -454,7 +454,7 @@ def test_after_a_panic_every_call_of_a_compactor_fails() -> None:
     with pytest.raises(BaseException, match="as a test"):
         compactor._break()
     for call in (lambda: compactor.payloads(1, 1.0), lambda: compactor.apply(b""), lambda: compactor.live):
-        with pytest.raises(RuntimeError, match="left this history inconsistent"):
+        with pytest.raises(RuntimeError, match="has left this history inconsistent"):
             call()
 
 

@@ -167,7 +167,7 @@ def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     found = select(request, make_candidates(0), {("w0", 0): make_match(gpu=100)}, {}, Ties(Random()), Loads(60.0))
     assert score(found, 0).uncached == 1.0
-    assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
+    assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow the worker", (Reason.NOT_FOLLOWED,))
 
 
 def test_load_counts_in_proportion() -> None:
@@ -382,7 +382,7 @@ def test_an_unreachable_worker_comes_last_even_before_its_first_event() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     fleet = make_candidates(0, 9, 9)
     found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()), Loads(60.0))
-    assert (found.instance, found.trust.reason) == ("w1", "this service does not follow it")
+    assert (found.instance, found.trust.reason) == ("w1", "this service does not follow the worker")
     found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), Loads(60.0))
     assert found.instance == "w2"
     assert found.why.endswith("the best of 1; 2 without a connection were left out.")
@@ -528,7 +528,7 @@ def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
     loads.report("w1", 0, 20.0)
     loads.report("w0", 0, 20.0)
     found = choose(make_fleet(3), {2: make_match(gpu=1)}, loads=loads, wait_weight=0.0)
-    assert "and its load (unknown, so the mean of the others) counts 0.05" in found.why
+    assert "and its load (unknown, so the mean of the other candidates) counts 0.05" in found.why
 
 
 def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> None:

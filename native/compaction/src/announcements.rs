@@ -30,7 +30,7 @@ pub struct Announcement {
 
 /// The announcements from which a removal takes copies, as bits.
 #[derive(Clone, Copy, Debug)]
-pub struct Removable {
+pub struct RemovalScope {
     /// Announcements with exactly the location of the removal.
     pub exact: u64,
     /// Announcements with any location on the same placement.
@@ -56,7 +56,7 @@ pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
 
 impl Announcement {
     #[inline]
-    fn is_of(&self, store: &Store<'_>, tokenless_size: Option<u64>) -> bool {
+    fn matches(&self, store: &Store<'_>, tokenless_size: Option<u64>) -> bool {
         self.tokenless_size == tokenless_size
             && self.window == store.window
             && self.kind == store.kind
@@ -84,9 +84,12 @@ impl Announcements {
     /// Returns the ID of a store's announcement; None if there are too many announcements.
     #[inline]
     pub fn number_of(&mut self, store: &Store<'_>, tokenless_size: Option<u64>) -> Option<u8> {
-        let is_last = self.all.get(self.last).is_some_and(|last| last.is_of(store, tokenless_size));
+        let is_last = self
+            .all
+            .get(self.last)
+            .is_some_and(|last| last.matches(store, tokenless_size));
         if !is_last {
-            let found = self.all.iter().position(|known| known.is_of(store, tokenless_size));
+            let found = self.all.iter().position(|known| known.matches(store, tokenless_size));
             self.last = match found {
                 Some(number) => number,
                 None => self.add(store, tokenless_size)?,
@@ -127,25 +130,25 @@ impl Announcements {
     }
 
     /// Announcements of stores with tokens or keys, as bits.
-    pub fn dense(&self) -> u64 {
+    pub fn dense_announcements(&self) -> u64 {
         self.select(|known| known.tokenless_size.is_none())
     }
 
     /// The announcements from which a removal at `location` takes copies.
-    pub fn removable(&self, location: &Location<'_>) -> Removable {
+    pub fn removal_scope(&self, location: &Location<'_>) -> RemovalScope {
         let exact = self.select(|known| known.location == *location);
         let placement = match self.all.get(exact.trailing_zeros() as usize) {
             Some(known) => Cow::Borrowed(&known.placement),
             None => Cow::Owned(location.placement()),
         };
-        Removable {
+        RemovalScope {
             exact,
             placement: self.select(|known| known.placement == *placement),
         }
     }
 
     /// The announcements whose copies a clear of a tier or of a group removes, as bits.
-    pub fn clearable(&self, tier: Option<&str>, group: Option<i64>) -> u64 {
+    pub fn cleared_announcements(&self, tier: Option<&str>, group: Option<i64>) -> u64 {
         self.select(|known| known.placement.is_cleared_by(tier, group))
     }
 
@@ -166,7 +169,7 @@ impl Announcements {
     }
 
     /// The IDs of all announcements, those on the fastest tier first. The order does not depend on the history of the stream.
-    pub fn ranked(&self) -> Vec<u8> {
+    pub fn ranked_ids(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {
             let known = self.get(number);

@@ -42,7 +42,7 @@ struct Chunk {
 /// The chunks that have free slots for blocks of `width` tokens. Blocks are added to the last of these chunks; only this chunk can be
 /// empty.
 #[derive(Debug)]
-struct Open {
+struct OpenChunks {
     width: usize,
     chunks: Vec<u32>,
 }
@@ -51,7 +51,7 @@ struct Open {
 #[derive(Debug, Default)]
 pub struct Arena {
     chunks: Vec<Chunk>,
-    open: Vec<Open>,
+    open: Vec<OpenChunks>,
     /// IDs of chunks that have no memory.
     vacant: Vec<u32>,
     used: usize,
@@ -95,7 +95,7 @@ impl Arena {
         let lists: usize = self.open.iter().map(|open| open.chunks.capacity()).sum();
         self.chunk_bytes
             + self.chunks.capacity() * size_of::<Chunk>()
-            + self.open.capacity() * size_of::<Open>()
+            + self.open.capacity() * size_of::<OpenChunks>()
             + (lists + self.vacant.capacity()) * size_of::<u32>()
     }
 
@@ -147,7 +147,7 @@ impl Arena {
         let open = match self.open.iter().position(|open| open.width == width) {
             Some(found) => found,
             None => {
-                self.open.push(Open {
+                self.open.push(OpenChunks {
                     width,
                     chunks: Vec::new(),
                 });
@@ -183,7 +183,7 @@ impl Arena {
                 self.chunks.len() - 1
             }
         };
-        let Open { width, chunks } = &mut self.open[open];
+        let OpenChunks { width, chunks } = &mut self.open[open];
         self.chunks[at] = Chunk::new(*width);
         self.chunk_bytes += self.chunks[at].bytes();
         chunks.push(at as u32);
@@ -204,7 +204,7 @@ impl Arena {
         chunk.used -= 1;
         let (width, is_empty) = (chunk.width, chunk.used == 0);
         let open = self.open.iter_mut().find(|open| open.width == width);
-        let Some(Open { chunks, .. }) = open else { return };
+        let Some(OpenChunks { chunks, .. }) = open else { return };
         if was_full {
             chunks.insert(chunks.len().saturating_sub(1), at as u32);
         }
@@ -223,7 +223,7 @@ mod tests {
 
     /// Blocks keep their contents while other blocks are added and removed. The last removal frees all memory.
     #[test]
-    fn blocks_are_apart() {
+    fn blocks_keep_their_contents() {
         let (mut arena, mut live, mut random) = (Arena::default(), Vec::new(), 7_usize);
         let widths = [0, 1, 3, 17, 5000, 9000];
         for value in 0..12_000_u32 {

@@ -12,7 +12,7 @@ use kvevents_index::memory::hasher::Secret;
 use kvevents_index::rules::collisions::Collisions;
 use kvevents_index::rules::replaced_loras::{ReplacedLoras, StoredBlock};
 
-use super::announcements::{Announcements, Removable, bits};
+use super::announcements::{Announcements, RemovalScope, bits};
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
@@ -40,7 +40,7 @@ pub struct NewBlock<'a> {
 
 /// The outcome of storing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stored {
+pub enum StoreOutcome {
     /// The block has its first copy, and no other block with copies has its hash.
     New(u32),
     /// The store has added a copy of a block with copies, or another block with the same hash.
@@ -207,7 +207,7 @@ impl Blocks {
     }
 
     /// Marks the copies of each block as uncertain, in one announcement for each placement.
-    pub fn doubt_all(&mut self, known: &Announcements) {
+    pub fn mark_all_uncertain(&mut self, known: &Announcements) {
         for &number in &self.live {
             let mut copies = self.attributes(number).copies;
             while copies != 0 {
@@ -244,7 +244,7 @@ impl Blocks {
     // --- stores
 
     /// Adds one copy of a block.
-    pub fn store(&mut self, block: &NewBlock<'_>) -> Stored {
+    pub fn store(&mut self, block: &NewBlock<'_>) -> StoreOutcome {
         let place = self.secret.place(block.hash);
         let (mut has_hash, mut found, mut looks) = (None, None, 0);
         for &number in self.live.iter_hash(place) {
@@ -262,11 +262,11 @@ impl Blocks {
         if let Some(number) = found {
             self.add_copy(number, block.announcement, block.single);
             self.collisions.make_newest(block.hash, number);
-            return Stored::Known(number);
+            return StoreOutcome::Known(number);
         }
         let alike = self.collisions.get(block.hash);
         if has_hash.is_some() && alike.is_some_and(|list| list.len() >= BLOCKS_PER_HASH) {
-            return Stored::Refused;
+            return StoreOutcome::Refused;
         }
         let number = match self.revive(block) {
             Some(number) => number,
@@ -274,10 +274,10 @@ impl Blocks {
         };
         hash_table::insert(&mut self.live, number, live_place(&self.arena, self.secret));
         let Some(other) = has_hash else {
-            return Stored::New(number);
+            return StoreOutcome::New(number);
         };
         self.collisions.add(block.hash, other, number);
-        Stored::Known(number)
+        StoreOutcome::Known(number)
     }
 
     fn retain(&mut self, block: &NewBlock<'_>) -> u32 {
@@ -421,7 +421,7 @@ impl Blocks {
 
     /// Removes one copy of the oldest block that has this hash and a copy on the placement. A copy at the exact location is removed first.
     /// Returns whether such a copy existed.
-    pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
+    pub fn remove(&mut self, hash: u64, removable: RemovalScope) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let (found, looks) = match self.collisions.get(hash) {
             Some(list) => match list.iter().position(has_copy) {

@@ -190,7 +190,7 @@ fn a_sign_for_each_of_many_loras() {
 /// Pairs of blocks with one hash. In each pair, the second block waits for the first. Of the waiting blocks, the one that has waited
 /// longest can be exported first.
 #[test]
-fn twins_that_end_their_wait_in_the_order_in_which_they_began_it() {
+fn twins_that_stop_waiting_in_the_order_in_which_they_began() {
     let mut state = State::default();
     for at in 1..=BLOCKS {
         stored(at, 1, at as u32).apply(&mut state);

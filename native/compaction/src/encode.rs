@@ -9,7 +9,7 @@ use kvevents_index::wire::msgpack::{write_array, write_integer, write_text, writ
 use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
 /// Number of bytes of `[ts, [`.
-const HEAD: usize = 1 + 9 + 5;
+const HEAD_BYTES: usize = 1 + 9 + 5;
 /// Maximum number of bytes of a rank.
 const RANK_BYTES: usize = 9;
 /// Number of bytes of a clear that names no tier.
@@ -69,7 +69,7 @@ impl PayloadWriter {
 
     fn end_payload(&mut self) {
         let mut full = std::mem::replace(&mut self.out, head(self.ts, self.rank));
-        full[HEAD - 4..HEAD].copy_from_slice(&self.events.to_be_bytes());
+        full[HEAD_BYTES - 4..HEAD_BYTES].copy_from_slice(&self.events.to_be_bytes());
         if let Some(rank) = self.rank {
             write_integer(rank.into(), &mut full);
         }

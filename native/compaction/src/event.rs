@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::apply::Read;
+use kvevents_index::apply::PayloadEvents;
 use kvevents_index::groups::engine_hash::MAX_LOOKAHEAD;
 use kvevents_index::rules::location::owned;
 pub use kvevents_index::rules::location::{Location, Text};
@@ -102,7 +102,7 @@ pub enum ExportedEvent {
 }
 
 /// Returns the store that an event of a payload describes.
-pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
+pub fn store_of<'a>(read: &'a PayloadEvents<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = read.location(event);
     if event.may_be_copy() {

@@ -49,8 +49,8 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     let events = |phases: &Phases| {
         let mut events = Vec::new();
         Exporter::new(state, &twins, &mut |event| events.push(event)).run(phases);
-        let rebuilt = rebuilt(&events, state)?;
-        (phases.later.is_empty() || outdated(&rebuilt) == outdated(state)).then_some(events)
+        let rebuilt = rebuild_state(&events, state)?;
+        (phases.later.is_empty() || outdated_blocks(&rebuilt) == outdated_blocks(state)).then_some(events)
     };
     let mut phases = Phases::new(&state.blocks, loras);
     let events = events(&phases).or_else(|| {
@@ -95,7 +95,7 @@ impl<'a> Exporter<'a> {
             state,
             twins,
             emit,
-            ranked: state.announcements.ranked(),
+            ranked: state.announcements.ranked_ids(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
             needs_extra_keys: state.evidence.has_extra_keys || misses_lower,
@@ -116,7 +116,7 @@ impl<'a> Exporter<'a> {
                 if phases.later.contains(&part[0]) {
                     later.push(part.to_vec());
                 } else {
-                    self.export_run(part, !self.doubtful(part[0]));
+                    self.export_run(part, !self.doubtful_announcements(part[0]));
                 }
             }
         }
@@ -126,7 +126,7 @@ impl<'a> Exporter<'a> {
         // A store whose parent is outdated is a sign too. So it must be exported before other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
-            self.export_run(&part, !self.doubtful(part[0]));
+            self.export_run(&part, !self.doubtful_announcements(part[0]));
         }
         self.remove_surplus();
         self.export_waiting();
@@ -155,7 +155,7 @@ impl<'a> Exporter<'a> {
     fn export_doubtful(&mut self) {
         let blocks = &self.state.blocks;
         let mut is_needed = vec![false; blocks.bound()];
-        for number in blocks.numbers().filter(|&number| self.doubtful(number) != 0) {
+        for number in blocks.numbers().filter(|&number| self.doubtful_announcements(number) != 0) {
             let above = |&at: &u32| Some(blocks.get(at).parent).filter(|&parent| parent != ROOT);
             for at in std::iter::successors(Some(number), above) {
                 if std::mem::replace(&mut is_needed[at as usize], true) {
@@ -168,7 +168,7 @@ impl<'a> Exporter<'a> {
         }
         for run in Runs::new(blocks, self.twins) {
             if run.iter().any(|&number| is_needed[number as usize]) {
-                self.export_run(&run, self.doubtful(run[0]));
+                self.export_run(&run, self.doubtful_announcements(run[0]));
             }
         }
         self.remove_surplus();
@@ -176,7 +176,7 @@ impl<'a> Exporter<'a> {
     }
 
     /// The announcements, as bits, in which a block has a copy that might be gone, if further stores do not add copies on their levels.
-    fn doubtful(&self, number: u32) -> u64 {
+    fn doubtful_announcements(&self, number: u32) -> u64 {
         let (blocks, announcements) = (&self.state.blocks, &self.state.announcements);
         if !blocks.has_uncertain_copies() {
             return 0;
@@ -237,12 +237,12 @@ impl<'a> Exporter<'a> {
     /// copies of them were already exported.
     fn export_run(&mut self, run: &[u32], announcements: u64) {
         let blocks = &self.state.blocks;
-        let is_twin = self.twins.contain(blocks.get(run[0]).hash);
+        let is_twin = self.twins.contains_hash(blocks.get(run[0]).hash);
         let attributes = blocks.attributes(run[0]);
         let exported = attributes.copies & announcements;
-        let doubtful = self.doubtful(run[0]);
+        let doubtful = self.doubtful_announcements(run[0]);
         let is_known = doubtful != 0 && doubtful & announcements == 0;
-        let with_tokens = exported & self.state.announcements.dense();
+        let with_tokens = exported & self.state.announcements.dense_announcements();
         let first = (self.ranked.iter().copied())
             .find(|announcement| with_tokens >> announcement & 1 != 0)
             .unwrap_or(attributes.origin);
@@ -265,7 +265,7 @@ impl<'a> Exporter<'a> {
             let count = count - u32::from(announcement == first && !is_known);
             if count > 0 {
                 let copy = if with_tokens >> announcement & 1 != 0 && !is_twin {
-                    self.announced(announcement, store.clone())
+                    self.with_announcement(announcement, store.clone())
                 } else {
                     let hashes = run.iter().map(|&number| blocks.get(number).hash).collect();
                     self.store_without_tokens(hashes, announcement)
@@ -307,11 +307,11 @@ impl<'a> Exporter<'a> {
             lookahead: self.state.lookahead,
             ..Store::default()
         };
-        self.announced(announcement, store)
+        self.with_announcement(announcement, store)
     }
 
     /// Returns a store with the properties of `announcement`.
-    fn announced(&self, announcement: u8, store: Store<'static>) -> Store<'static> {
+    fn with_announcement(&self, announcement: u8, store: Store<'static>) -> Store<'static> {
         let known = self.state.announcements.get(announcement);
         let mut store = Store {
             location: known.location.clone(),
@@ -333,7 +333,7 @@ impl<'a> Exporter<'a> {
             block_size: self.state.announcements.get(announcement).tokenless_size.unwrap_or(0),
             ..Store::default()
         };
-        self.announced(announcement, store)
+        self.with_announcement(announcement, store)
     }
 
     /// Removes the surplus copies: those of dead ancestors, and additional copies of uncertain blocks.
@@ -368,7 +368,7 @@ impl<'a> Exporter<'a> {
 
     fn export_waiting(&mut self) {
         let items: Vec<&Waiting<Content<'static>>> = self.state.waiting.iter().collect();
-        for run in items.chunk_by(|one, other| is_continued(one, other)) {
+        for run in items.chunk_by(|one, other| can_store_together(one, other)) {
             let announcement = run[0].placement as u8;
             let hashes: Vec<u64> = run.iter().map(|item| item.hash).collect();
             let Some(head) = &run[0].content else {
@@ -392,7 +392,7 @@ impl<'a> Exporter<'a> {
                 lookahead: self.state.lookahead,
                 ..Store::default()
             };
-            let store = self.announced(announcement, store);
+            let store = self.with_announcement(announcement, store);
             self.note_extra_keys(&store);
             self.export_store(store);
         }
@@ -453,7 +453,7 @@ fn is_unkeyed_root(store: &Store<'_>) -> bool {
 }
 
 /// Whether one event can store both of two consecutive pending blocks.
-fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
+fn can_store_together(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
     one.placement == other.placement
         && match (&one.content, &other.content) {
             (None, None) => true,
@@ -478,7 +478,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 // --- several blocks with one hash
 
 /// Returns the state that these events create after a clear; None if a consumer could distinguish it from `state`.
-fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
+fn rebuild_state(events: &[ExportedEvent], state: &State) -> Option<State> {
     let mut rebuilt = State::default();
     rebuilt.copied_levels = state.copied_levels;
     let applied = events.iter().try_for_each(|event| match event {
@@ -495,7 +495,7 @@ fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
 }
 
 /// Hashes and keys of the blocks that might have been computed with former weights of a LoRA.
-pub(super) fn outdated(state: &State) -> BTreeSet<(u64, u64)> {
+pub(super) fn outdated_blocks(state: &State) -> BTreeSet<(u64, u64)> {
     let blocks = &state.blocks;
     let numbers = (blocks.numbers()).filter(|&number| blocks.attributes(number).copies != 0 && blocks.is_outdated(number));
     numbers

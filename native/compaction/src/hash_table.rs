@@ -27,14 +27,14 @@ pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -
 #[inline]
 fn reserve<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     if table.capacity() == table.len() {
-        renew(table, place_of);
+        rebuild(table, place_of);
     }
 }
 
 /// Rebuilds a table that is full. If it is full only because of marks of removed entries, it keeps its size. `hashbrown` itself would
 /// double the size.
 #[cold]
-fn renew<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
+fn rebuild<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (needed, whole) = (table.len() + 1, table.num_buckets() / 8 * 7);
     let room = if needed * 4 <= whole * 3 {
         whole
@@ -77,7 +77,7 @@ mod tests {
 
     /// The memory of a table depends on the entries that it has. A table loses no entry, and frees all memory with the last entry.
     #[test]
-    fn a_table_that_is_used_stays_small() {
+    fn a_table_shrinks_with_its_entries() {
         let mut table: HashTable<u64> = HashTable::new();
         for live in [100_u64, 4_000, 70_000, 9_000, 1] {
             for value in 0..5 * live {
@@ -108,7 +108,7 @@ mod tests {
 
     /// Marks of removed entries do not make a table grow, however many entries were added and removed.
     #[test]
-    fn a_table_stays_as_large_as_it_is() {
+    fn removed_entries_do_not_make_a_table_grow() {
         const LIVE: u64 = 5_300;
         let mut table: HashTable<u64> = HashTable::new();
         let mut bytes = 0;

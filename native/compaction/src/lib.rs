@@ -21,7 +21,7 @@ mod unkept;
 
 use std::collections::BTreeMap;
 
-use kvevents_index::apply::Read;
+use kvevents_index::apply::PayloadEvents;
 use kvevents_index::limits::RANKS;
 use kvevents_index::memory::prefetch;
 use kvevents_index::wire::decode::{ReadPayload, Rejected, read};
@@ -190,7 +190,7 @@ impl Compactor {
 #[inline]
 fn apply_to(state: &mut State, bytes: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
     state.blocks.collisions.grant(scratch.payload_bytes);
-    let read = Read { bytes, scratch };
+    let read = PayloadEvents { bytes, scratch };
     let meant = scratch.events.iter().filter(|event| is_meant(event));
     meant.for_each(|event| state.apply(&read, event));
     state.end_payload(has_reports);

@@ -13,7 +13,7 @@ use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::wire::scan::Limits;
 
 /// A cached block: the path of its weights, and the prompt up to the end of the block.
-type Cached = (u8, Vec<u8>);
+type CachedBlock = (u8, Vec<u8>);
 
 /// Names of LoRAs; the empty name is for prompts without a LoRA.
 const NAMES: [&str; 3] = ["one", "two", ""];
@@ -99,13 +99,13 @@ fn store(name: usize, path: u8, prompt: &[u8], known: usize) -> Vec<u8> {
 struct Engine {
     /// The path of the loaded weights of each name.
     paths: [u8; NAMES.len()],
-    cached: [BTreeSet<Cached>; NAMES.len()],
+    cached: [BTreeSet<CachedBlock>; NAMES.len()],
     /// For each name, the blocks that were stored after the last sign that the weights were replaced; None without a sign.
-    current: [Option<BTreeSet<Cached>>; NAMES.len()],
+    current: [Option<BTreeSet<CachedBlock>>; NAMES.len()],
 }
 
 impl Engine {
-    fn is_current(&self, name: usize, block: &Cached) -> bool {
+    fn is_current(&self, name: usize, block: &CachedBlock) -> bool {
         self.current[name].as_ref().is_none_or(|current| current.contains(block))
     }
 
@@ -122,7 +122,7 @@ impl Engine {
             .count();
         for length in known + 1..=known + fresh {
             let is_late = length > 1 && !self.is_current(name, &block(length - 1));
-            let is_twin = |other: &Cached| other.1 == prompt[..length] && self.is_current(name, other);
+            let is_twin = |other: &CachedBlock| other.1 == prompt[..length] && self.is_current(name, other);
             if is_late || self.cached[name].iter().any(is_twin) {
                 self.current[name] = Some(BTreeSet::new());
             }
@@ -137,12 +137,12 @@ impl Engine {
     /// Evicts a block. If `is_leaf`, evicts it only if no other block follows it.
     fn evict(&mut self, name: usize, at: usize, is_leaf: bool) -> Option<Vec<u8>> {
         let cached = &self.cached[name];
-        let has_next = |block: &Cached| {
+        let has_next = |block: &CachedBlock| {
             cached
                 .iter()
                 .any(|other| other.0 == block.0 && other.1.len() > block.1.len() && other.1.starts_with(&block.1))
         };
-        let able: Vec<&Cached> = cached.iter().filter(|block| !is_leaf || !has_next(block)).collect();
+        let able: Vec<&CachedBlock> = cached.iter().filter(|block| !is_leaf || !has_next(block)).collect();
         let block = (*able.get(at % able.len().max(1))?).clone();
         self.cached[name].remove(&block);
         if let Some(current) = &mut self.current[name] {
@@ -155,14 +155,14 @@ impl Engine {
     }
 
     /// Number of blocks of a prompt that the engine finds cached.
-    fn truth(&self, name: usize, prompt: &[u8]) -> usize {
+    fn cached_length(&self, name: usize, prompt: &[u8]) -> usize {
         let held = |&length: &usize| self.cached[name].contains(&(self.paths[name], prompt[..length].to_vec()));
         (1..=prompt.len()).take_while(held).count()
     }
 
     /// Numbers of blocks of a prompt that the engine certainly finds, and might find, as far as its events show.
     fn known(&self, name: usize, prompt: &[u8]) -> (usize, usize) {
-        let count = |meant: &dyn Fn(&Cached) -> bool| {
+        let count = |meant: &dyn Fn(&CachedBlock) -> bool| {
             let held = |&length: &usize| {
                 self.cached[name]
                     .iter()
@@ -170,12 +170,12 @@ impl Engine {
             };
             (1..=prompt.len()).take_while(held).count()
         };
-        let is_certain = |block: &Cached| self.is_current(name, block);
+        let is_certain = |block: &CachedBlock| self.is_current(name, block);
         (count(&is_certain), count(&|_| true))
     }
 
     /// Whether each block that counts as one of the present weights was computed with these weights.
-    fn is_sign_seen(&self, name: usize) -> bool {
+    fn has_shown_replacements(&self, name: usize) -> bool {
         let mut current = self.cached[name].iter().filter(|block| self.is_current(name, block));
         current.all(|block| block.0 == self.paths[name])
     }
@@ -284,9 +284,9 @@ proptest! {
                 for prompt in prompts() {
                     let found = answer(&index, name, &prompt);
                     prop_assert_eq!(found, engine.known(name, &prompt), "{} {:?}", lora, prompt);
-                    if engine.is_sign_seen(name) {
-                        let truth = engine.truth(name, &prompt);
-                        prop_assert!(found.0 <= truth && truth <= found.1);
+                    if engine.has_shown_replacements(name) {
+                        let cached_length = engine.cached_length(name, &prompt);
+                        prop_assert!(found.0 <= cached_length && cached_length <= found.1);
                     }
                 }
             }

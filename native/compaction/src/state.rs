@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-use kvevents_index::apply::{EVERY_TIER, HOST_OF_SGLANG, Read, extras_at, extras_of, has_extra_keys};
+use kvevents_index::apply::{EVERY_TIER, HOST_OF_SGLANG, PayloadEvents, extras_at, extras_of, has_extra_keys};
 use kvevents_index::groups::GroupKind;
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::holders::placements::{level_of, tier};
@@ -15,10 +15,10 @@ use kvevents_index::rules::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
 
 use super::announcements::Announcements;
-use super::blocks::{Blocks, NewBlock, ROOT, Stored};
+use super::blocks::{Blocks, NewBlock, ROOT, StoreOutcome};
 use super::event::{Location, Namespace, Store, split_extra_keys, store_of};
 use super::group_rules::{GroupRules, kind_of};
-use super::unkept::Unkept;
+use super::unkept::UnkeptCopies;
 
 /// Maximum number of blocks with copies: about 2 GB at 16 tokens per block.
 pub const MAX_LIVE: usize = 1 << 24;
@@ -74,7 +74,7 @@ pub struct State {
     /// Pending copies, of blocks whose parents or tokens are unknown. In this queue, the placement of a copy is the ID of its announcement.
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
-    pub unkept: Unkept,
+    pub unkept: UnkeptCopies,
     /// Stores of the current payload that might be reports of hits, by hash and announcement.
     hit_reports: HitReports<u64, u8>,
     /// Number of tokens after each block that the block's hash also covers.
@@ -97,7 +97,7 @@ impl State {
     }
 
     /// Applies one event of a payload.
-    pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
+    pub fn apply(&mut self, read: &PayloadEvents<'_>, event: &Event) {
         let outcome = match event.kind {
             Kind::Stored => self.store(&store_of(read, event)),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &read.location(event)),
@@ -268,12 +268,12 @@ impl State {
     }
 
     /// Completes the store of a block. Returns the ID of the block; None if the block was refused.
-    fn number_of(&mut self, stored: Stored, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
+    fn number_of(&mut self, stored: StoreOutcome, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
         self.check_examinations()?;
-        let (Stored::New(number) | Stored::Known(number)) = stored else {
+        let (StoreOutcome::New(number) | StoreOutcome::Known(number)) = stored else {
             return Ok(None);
         };
-        if matches!(stored, Stored::New(_)) {
+        if matches!(stored, StoreOutcome::New(_)) {
             self.link(hash, number)?;
         } else {
             self.note_repeated(hash, number, announcement);
@@ -345,7 +345,7 @@ impl State {
     }
 
     /// Adds one copy of a block whose parent is known.
-    fn store_behind(&mut self, parent: u32, hash: u64, announcement: u8, content: &mut Content<'_>) -> Stored {
+    fn store_behind(&mut self, parent: u32, hash: u64, announcement: u8, content: &mut Content<'_>) -> StoreOutcome {
         let above = (parent != ROOT).then(|| (self.blocks.get(parent).key, self.blocks.attributes(parent).context.salt));
         let context = Context {
             scheme: content.scheme,
@@ -364,11 +364,11 @@ impl State {
             announcement,
             single: self.single(announcement),
         });
-        if let (Stored::New(number) | Stored::Known(number), true) = (stored, context.lora != 0) {
+        if let (StoreOutcome::New(number) | StoreOutcome::Known(number), true) = (stored, context.lora != 0) {
             let together = self.announcements.on_placement_of(announcement);
             let on_device = self.announcements.is_on_device(announcement).then_some(together);
             if !self.blocks.note_lora(number, parent, self.blocks.live() == live, on_device) {
-                return Stored::Refused;
+                return StoreOutcome::Refused;
             }
         }
         stored
@@ -404,9 +404,9 @@ impl State {
                 let stored = self.store_behind(number, item.hash, announcement, &mut content);
                 self.check_examinations()?;
                 match stored {
-                    Stored::New(number) => linked.push_back((item.hash, number)),
-                    Stored::Known(number) => self.note_repeated(item.hash, number, announcement),
-                    Stored::Refused => {}
+                    StoreOutcome::New(number) => linked.push_back((item.hash, number)),
+                    StoreOutcome::Known(number) => self.note_repeated(item.hash, number, announcement),
+                    StoreOutcome::Refused => {}
                 }
             }
         }
@@ -432,7 +432,7 @@ impl State {
             removed.ok_or("placements of unknown kinds")?;
             return self.check_limits();
         }
-        let removable = self.announcements.removable(location);
+        let removable = self.announcements.removal_scope(location);
         for &hash in hashes {
             if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
                 self.waiting
@@ -450,7 +450,7 @@ impl State {
             return Ok(());
         }
         if medium == Some(EVERY_TIER) && group.is_none() {
-            (self.blocks, self.waiting, self.unkept) = (Blocks::default(), Queue::default(), Unkept::default());
+            (self.blocks, self.waiting, self.unkept) = (Blocks::default(), Queue::default(), UnkeptCopies::default());
             self.announcements = Announcements::default();
             self.evidence.empty_all();
             return Ok(());
@@ -461,7 +461,7 @@ impl State {
             self.evidence.unknown_levels &= !(1 << level_of(tier));
         }
         self.unkept.clear(tier, group);
-        let announcements = self.announcements.clearable(tier, group);
+        let announcements = self.announcements.cleared_announcements(tier, group);
         if announcements == 0 {
             return Ok(());
         }
@@ -505,7 +505,7 @@ impl State {
         };
         if keeps {
             self.blocks.clear(!lower);
-            self.blocks.doubt_all(&self.announcements);
+            self.blocks.mark_all_uncertain(&self.announcements);
             cleared.blocks = std::mem::take(&mut self.blocks);
             cleared.announcements = std::mem::take(&mut self.announcements);
             cleared.clear_budget = self.clear_budget;

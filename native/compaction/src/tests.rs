@@ -109,18 +109,18 @@ impl Model {
 }
 
 /// Whether a store only announces the rule of its group, since no block with tokens remains that announces the rule.
-fn says_rule(store: &Store) -> bool {
+fn only_announces_rule(store: &Store) -> bool {
     store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
 /// The state of a consumer that has started without blocks and applied these events.
-fn applied(events: &[ExportedEvent]) -> Model {
+fn apply_all(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
     let mut left = events;
     while let [event, rest @ ..] = left {
         left = rest;
         match (event, rest) {
-            (ExportedEvent::Stored(store), [ExportedEvent::Removed(hashes, location), ..]) if says_rule(store) => {
+            (ExportedEvent::Stored(store), [ExportedEvent::Removed(hashes, location), ..]) if only_announces_rule(store) => {
                 assert_eq!((&*store.hashes, &store.location), (&hashes[..], location));
                 assert!(!model.knows(hashes[0]) && model.waiting.iter().all(|(hash, _)| hash / 2 != hashes[0]));
                 left = &rest[1..];
@@ -150,7 +150,7 @@ fn applied(events: &[ExportedEvent]) -> Model {
     model
 }
 
-fn read_all() -> Schema {
+fn highest_limits() -> Schema {
     let none = usize::MAX;
     let limits = Limits {
         max_payload_bytes: none,
@@ -168,8 +168,8 @@ fn events_of(compactor: &Compactor) -> Option<Vec<ExportedEvent>> {
 }
 
 /// Encodes events as payloads of at most `limit` bytes, and applies the payloads.
-fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
-    let (mut compactor, schema, mut writer) = (Compactor::default(), read_all(), PayloadWriter::new(limit, 1.5, None));
+fn apply_encoded(events: &[ExportedEvent], limit: usize) -> Compactor {
+    let (mut compactor, schema, mut writer) = (Compactor::default(), highest_limits(), PayloadWriter::new(limit, 1.5, None));
     events.iter().for_each(|event| writer.add(event));
     for payload in writer.finish() {
         compactor.restore(&payload, &schema);
@@ -188,7 +188,7 @@ proptest! {
     /// After any stores and removals of blocks of a tree, some of them by keys, the export leads a consumer to the state of the model. No
     /// data of removed blocks remain.
     #[test]
-    fn what_is_exported_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
+    fn an_export_rebuilds_the_live_blocks(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
         let (mut state, mut model) = (State::default(), Model::default());
         for (hash, gpu, what) in steps {
             let location = if gpu { &GPU } else { &CPU };
@@ -206,11 +206,11 @@ proptest! {
             return Ok(());
         };
         for limit in [1, 90, 200, 1 << 20] {
-            let again = refolded(&events, limit);
+            let again = apply_encoded(&events, limit);
             prop_assert_eq!(again.live(), state.blocks.live());
             prop_assert_eq!(events_of(&again), Some(events.clone()));
         }
-        let mut found = applied(&events);
+        let mut found = apply_all(&events);
         let mut expected = model.clone();
         found.waiting.sort_unstable();
         expected.waiting.sort_unstable();
@@ -264,7 +264,7 @@ fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
 /// Blocks with equal hashes and different parents are exported in order, since children belong to the newest block, and a removal takes the
 /// oldest.
 #[test]
-fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
+fn twins_are_exported_with_their_children_in_the_order_of_their_stores() {
     let mut state = State::default();
     let mut put = |hash, parent, token| {
         state
@@ -308,7 +308,7 @@ fn too_many_orphans_are_lost_until_a_clear() {
 
 /// If a payload cannot be read completely, the history is invalid until the next clear of everything.
 #[test]
-fn a_payload_that_is_not_read_is_lost() {
+fn an_unreadable_payload_invalidates_the_history() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
     for payload in [&b""[..], b"\x92\x01", b"\x92\x01\x91\x91\xA1x", b"\xC1"] {
         let mut compactor = Compactor::default();
@@ -334,7 +334,7 @@ fn a_payload_that_is_decoded_is_applied() {
 
 /// A history stores the same blocks of one hash, and as many of them, as an index with default limits.
 #[test]
-fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
+fn a_history_has_as_many_blocks_of_one_hash_as_an_index() {
     let count = BLOCKS_PER_HASH as u32 + 10;
     let mut writer = PayloadWriter::new(usize::MAX, 1.5, None);
     for token in 0..count {
@@ -345,7 +345,7 @@ fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
         };
         writer.add(&ExportedEvent::Stored(alone));
     }
-    let (payload, schema) = (&writer.finish()[1], read_all());
+    let (payload, schema) = (&writer.finish()[1], highest_limits());
     let (mut compactor, direct, late) = (Compactor::default(), index(), index());
     compactor.apply(payload, &schema);
     assert_eq!(compactor.live(), BLOCKS_PER_HASH);
@@ -357,13 +357,13 @@ fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
 }
 
 fn index() -> PrefixIndex {
-    PrefixIndex::new(read_all(), kvevents_index::limits::Limits::default())
+    PrefixIndex::new(highest_limits(), kvevents_index::limits::Limits::default())
 }
 
 /// Each removal searches for the oldest block that has its hash and location. In this test, that block is always the last of a thousand
 /// blocks.
 #[test]
-fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
+fn removals_that_examine_too_many_blocks_invalidate_the_history() {
     let mut state = State::default();
     for token in 0..1_000 {
         let location = if token < 999 { &GPU } else { &CPU };
@@ -380,7 +380,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
 
 /// A clear of a tier with few blocks examines all blocks. So a stream with many such clears loses its history.
 #[test]
-fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
+fn clears_that_examine_too_many_blocks_invalidate_the_history() {
     let mut state = State::default();
     (1..4_000)
         .filter(|&hash| !is_keyed(hash))
@@ -400,7 +400,7 @@ fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
 
 /// Every field that a store can have, numbers of every width, and a chain that is split into several payloads.
 #[test]
-fn what_is_encoded_is_read_again() {
+fn encoded_events_are_read_again() {
     let widths = [0, 1 << 7, 1 << 8, 1 << 16, u64::from(u32::MAX), 1 << 32, u64::MAX];
     let hashes: Vec<u64> = widths.iter().flat_map(|&width| [width, width ^ 5]).collect();
     let tokens: Vec<u32> = (hashes.iter()).flat_map(|&hash| [hash as u32, 7]).collect();
@@ -440,7 +440,7 @@ fn what_is_encoded_is_read_again() {
         state.remove(&hashes[..5], &view.location).expect("within limits");
         let events = exported(&state).expect("hashes are distinct");
         for limit in (1..400).step_by(7).chain([1 << 20]) {
-            assert_eq!(events_of(&refolded(&events, limit)).as_ref(), Some(&events));
+            assert_eq!(events_of(&apply_encoded(&events, limit)).as_ref(), Some(&events));
         }
     }
 }
@@ -502,7 +502,7 @@ fn blocks_with_keys_are_exported_together() {
 
 /// Known blocks are exported even if other blocks were not received. The history is complete again after a clear of everything.
 #[test]
-fn what_is_missed_is_known_until_everything_is_cleared() {
+fn a_history_is_partial_until_a_clear_of_everything() {
     let mut compactor = Compactor::default();
     put(&mut compactor.state, 1, &GPU);
     assert!(!compactor.is_partial());
@@ -616,7 +616,7 @@ proptest! {
     /// For any input: if the exported events are applied to an empty state, the result has the same copies of the same blocks, and the same
     /// twins in the same order. No data of cleared blocks remain.
     #[test]
-    fn what_is_exported_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
+    fn an_export_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
         let mut state = State::default();
         for (at, &taken) in steps.iter().enumerate() {
             step(&mut state, taken);
@@ -653,7 +653,7 @@ proptest! {
 const BLOCK_BYTES: usize = 16 + 150;
 
 /// A state with `chains` chains of 512 blocks, of which only the positions that `stays` accepts remain.
-fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
+fn thinned_state(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     let mut state = State::default();
     for first in (0..chains).map(|chain| chain << 9) {
         let hashes: Vec<u64> = (first..first + 512).collect();
@@ -668,9 +668,9 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
 /// One block of each store remains, which needs all its ancestors. Only needed blocks take memory. After the last removal, no block takes
 /// memory.
 #[test]
-fn memory_is_that_of_what_is_needed() {
+fn only_needed_blocks_take_memory() {
     for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
-        let mut state = thinned(300, |at| at == last);
+        let mut state = thinned_state(300, |at| at == last);
         let blocks = &state.blocks;
         assert_eq!((blocks.live(), blocks.live() + blocks.dead()), (300, 300 * needed));
         let most = 300 * needed * BLOCK_BYTES + 65_536;
@@ -683,7 +683,7 @@ fn memory_is_that_of_what_is_needed() {
 
 /// Chains that grow block by block, in turn and with a common beginning, take as little memory as long stores.
 #[test]
-fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
+fn blocks_that_are_stored_one_by_one_take_no_more_memory() {
     let mut state = State::default();
     for length in 0..100 {
         for chain in 1..50_u64 {
@@ -701,7 +701,7 @@ fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
 
 /// Consecutive removals of one hash each that differ only in the hash become one event. All other events stay separate.
 #[test]
-fn removals_in_a_row_are_joined() {
+fn consecutive_removals_are_joined() {
     let removal = |hash: u64, medium: u8| {
         [
             &[0x93, 0xAC][..],
@@ -739,7 +739,7 @@ fn removals_in_a_row_are_joined() {
                 .collect::<Vec<_>>(),
         )
     };
-    let (plain, joining) = (read_all(), read_all().joining());
+    let (plain, joining) = (highest_limits(), highest_limits().joining());
     let all = found(&plain, &payload).expect("it is read");
     let joined = found(&joining, &payload).expect("it is read");
     assert_eq!(joined.concat(), all.concat());
@@ -767,9 +767,9 @@ fn rules_outlive_their_blocks() {
         take(&mut state, hash, &GPU);
         let events = exported(&state).expect("hashes are distinct");
         assert!(
-            matches!(&events[..], [ExportedEvent::Stored(store), ExportedEvent::Removed(..)] if says_rule(store)),
+            matches!(&events[..], [ExportedEvent::Stored(store), ExportedEvent::Removed(..)] if only_announces_rule(store)),
             "{events:?}"
         );
-        assert_eq!(applied(&events), model);
+        assert_eq!(apply_all(&events), model);
     }
 }

@@ -28,11 +28,11 @@ pub struct Group {
 
 /// All copies of one stream in groups of unknown kinds.
 #[derive(Debug, Default)]
-pub struct Unkept {
+pub struct UnkeptCopies {
     groups: Vec<Group>,
 }
 
-impl Unkept {
+impl UnkeptCopies {
     /// Adds the copies of a store. Returns None if there are too many placements.
     pub fn store(&mut self, store: &Store<'_>) -> Option<()> {
         self.change(&store.hashes, &store.location, &store.kind, store.block_size, 1)

@@ -23,14 +23,14 @@ use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
-pub struct Read<'a> {
+pub struct PayloadEvents<'a> {
     /// The bytes to which the spans of the events refer: see `decode::ReadPayload`.
     pub bytes: &'a [u8],
     /// The events.
     pub scratch: &'a Scratch,
 }
 
-impl Read<'_> {
+impl PayloadEvents<'_> {
     fn text(&self, span: Option<Span>) -> Option<&str> {
         span.map(|span| std::str::from_utf8(span.bytes(self.bytes)).unwrap_or(""))
     }
@@ -60,7 +60,7 @@ impl Read<'_> {
 
 /// The hashes of one event. The buffers are reused for the next event.
 #[derive(Debug, Default)]
-pub struct Work {
+pub struct EventHashes {
     locals: Vec<u64>,
     keys: Vec<u64>,
     extras: Vec<(usize, u64)>,
@@ -70,12 +70,12 @@ pub struct Work {
 }
 
 /// Number of blocks for which the buffers keep memory after an event.
-const BLOCKS_KEPT: usize = 1 << 14;
+const MAX_IDLE_BLOCKS: usize = 1 << 14;
 
-impl Work {
+impl EventHashes {
     /// Releases the buffers' memory if a very large event has made them grow.
     pub fn shrink(&mut self) {
-        if self.keys.capacity().max(self.extras.capacity()) > BLOCKS_KEPT {
+        if self.keys.capacity().max(self.extras.capacity()) > MAX_IDLE_BLOCKS {
             *self = Self::default();
         }
     }
@@ -86,9 +86,9 @@ impl Stream {
     pub fn apply_event(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
-        read: &Read<'_>,
+        read: &PayloadEvents<'_>,
         event: &Event,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> bool {
         match event.kind {
             Kind::Stored => self.apply_store(writer, read, event, work),
@@ -102,14 +102,20 @@ impl Stream {
     }
 
     /// Records which copies a store or a removal has changed.
-    fn note_changed_copies(&mut self, read: &Read<'_>, event: &Event) {
+    fn note_changed_copies(&mut self, read: &PayloadEvents<'_>, event: &Event) {
         let group = event.group.unwrap_or(0);
         let level = read.location(event).placement().level() as u8;
         let hashes = event.hashes.slice(&read.scratch.hashes);
         self.changed_copies.extend(hashes.iter().map(|&hash| (hash, group, level)));
     }
 
-    fn apply_removal(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) {
+    fn apply_removal(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        read: &PayloadEvents<'_>,
+        event: &Event,
+        work: &mut EventHashes,
+    ) {
         writer.spend(1);
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let group = event.group.unwrap_or(0);
@@ -129,7 +135,7 @@ impl Stream {
         }
     }
 
-    fn apply_clear(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event) -> bool {
+    fn apply_clear(&mut self, writer: &mut Writer<'_, SharedState>, read: &PayloadEvents<'_>, event: &Event) -> bool {
         writer.spend(1);
         step_counter::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
@@ -160,7 +166,7 @@ impl Stream {
     }
 
     /// Returns the placement that an event names.
-    fn placement(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) -> Option<u16> {
+    fn placement(&mut self, shared: &mut SharedState, read: &PayloadEvents<'_>, event: &Event) -> Option<u16> {
         let group = Some(event.group.unwrap_or(0)); // a block without a group is in group 0
         let texts = [event.medium, event.locality, event.ownership].map(|text| read.bytes(text));
         let is_meant = |known: &Location<'_>| {

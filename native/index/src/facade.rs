@@ -218,7 +218,7 @@ impl fmt::Display for Error {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Limit(what) | Self::Shape(what) => out.write_str(what),
-            Self::Full => out.write_str("the index has the largest possible number of streams"),
+            Self::Full => out.write_str("the index has the maximum number of streams; remove workers that are gone"),
             Self::Damaged => out.write_str("a panic has left the index half changed; restore a snapshot"),
             Self::Snapshot(failure) => write!(out, "cannot read the snapshot: {failure}"),
         }
@@ -494,7 +494,7 @@ mod tests {
         (Index::new(Limits::default()).unwrap(), Worker::new("a", 3))
     }
 
-    fn held(index: &Index, tokens: &[u32], scope: &Scope) -> Option<Tokens> {
+    fn held_tokens(index: &Index, tokens: &[u32], scope: &Scope) -> Option<Tokens> {
         index.match_prompt(tokens, scope).iter().next().map(|hit| hit.tokens)
     }
 
@@ -523,7 +523,7 @@ mod tests {
                 any: disk,
             })
         };
-        let found = |index: &Index| held(index, STORE.tokens, &Scope::default());
+        let found = |index: &Index| held_tokens(index, STORE.tokens, &Scope::default());
         assert_eq!(found(&index), tokens(4, 4, 4));
         let removed = Remove {
             hashes: &[2],
@@ -547,15 +547,15 @@ mod tests {
             ..STORE
         };
         index.store(&worker, store).unwrap();
-        assert_eq!(held(&index, STORE.tokens, &Scope::default()), None);
+        assert_eq!(held_tokens(&index, STORE.tokens, &Scope::default()), None);
         let scope = Scope::default().with_lora("sql").with_salt("s");
-        assert_eq!(held(&index, STORE.tokens, &scope).unwrap().gpu, 4);
+        assert_eq!(held_tokens(&index, STORE.tokens, &scope).unwrap().gpu, 4);
         index.clear(&worker, Clear::default()).unwrap();
         for (number, attention) in [(0, Attention::Full), (1, Attention::SlidingWindow(3)), (2, Attention::State)] {
             let group = Some(Group { number, attention });
             index.store(&worker, Store { group, ..STORE }).unwrap();
         }
-        assert_eq!(held(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 4);
+        assert_eq!(held_tokens(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 4);
         index
             .remove(
                 &worker,
@@ -566,7 +566,7 @@ mod tests {
                 },
             )
             .unwrap();
-        assert_eq!(held(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 2);
+        assert_eq!(held_tokens(&index, STORE.tokens, &Scope::default()).unwrap().gpu, 2);
     }
 
     #[test]

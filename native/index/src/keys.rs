@@ -82,7 +82,7 @@ pub fn item_at(id: u64, offset: i64) -> u64 {
 }
 
 /// The hash of an extra key whose meaning is unknown, such as the digest of prompt embeddings.
-pub fn untagged(key: &[u8]) -> u64 {
+pub fn untagged_hash(key: &[u8]) -> u64 {
     xxh3_64_with_seed(key, UNTAGGED_SEED)
 }
 
@@ -219,7 +219,7 @@ pub fn with_placeholders(tokens: &[u32], items: &Items) -> Vec<u32> {
 
 /// Computes local hashes of blocks without extra keys. This is a separate function, since the loop needs all registers.
 #[inline(never)]
-pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
+pub fn append_plain_hashes(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
@@ -234,7 +234,7 @@ pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &Items, blocks: 
     let size = scheme.size as usize;
     let window = scheme.window();
     if items.is_empty() && window == size {
-        return plain(&tokens[blocks.start * size..blocks.end * size], size, seed, out);
+        return append_plain_hashes(&tokens[blocks.start * size..blocks.end * size], size, seed, out);
     }
     let mut next = items.iter().peekable();
     let (mut inside, mut extras, mut bytes): (Vec<&Item>, Vec<u64>, Vec<u8>) = Default::default();

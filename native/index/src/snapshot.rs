@@ -22,7 +22,7 @@
 //!   CONTEXT  block size, eagle, lora, salt           numbered in the order of the file, again from 0 after 2^16 of them
 //!   RUN      number of blocks, u16; kind; context; whether outdated; for each placement the bounds of the number of copies;
 //!            then hash and word of each block
-//!   SEVERAL  hash, key, context                      for each hash with several blocks all of them, the oldest first
+//!   ORDER    hash, key, context                      for each hash with several blocks all of them, the oldest first
 //!   WAITING  hash, placement, awaited hash, content? in the order in which they were added
 //!   DONE     number of blocks, digest
 //! FENCE      source, rank, incarnation               the oldest first
@@ -32,8 +32,8 @@
 //! The stated ranks are one byte for the variant of `StatedRanks`, followed by the rank if the variant has a rank.
 //!
 //! In a run of kind KEYS, words are rolling keys. In a run of kind CHAIN each block is the child of the previous one; the first word is a
-//! key, and the others are local hashes. In a run of kind REST all words are local hashes, and the first block is the child of the last
-//! block of the previous run.
+//! key, and all others are local hashes. In a run of kind CONTINUATION all words are local hashes, and the first block is the child of the
+//! last block of the previous run.
 //!
 //! Streams are sorted by their workers. Blocks are in the order of their records, which is usually the order of their chains. A file can
 //! hold only some workers of an index, with the fences of these workers and the labels of their sources.
@@ -46,7 +46,7 @@ mod tests;
 mod writer;
 
 pub use frames::{Failure, VERSION};
-pub use importing::Part;
+pub use importing::SnapshotContents;
 pub use restore::{absorb, restore};
 pub use writer::save;
 
@@ -54,7 +54,7 @@ const PLACEMENT: u8 = 1;
 const STREAM: u8 = 2;
 const CONTEXT: u8 = 3;
 const RUN: u8 = 4;
-const SEVERAL: u8 = 5;
+const ORDER: u8 = 5;
 const WAITING: u8 = 6;
 const DONE: u8 = 7;
 const FENCE: u8 = 8;
@@ -62,7 +62,7 @@ const LABEL: u8 = 9;
 
 const KEYS: u8 = 0;
 const CHAIN: u8 = 1;
-const REST: u8 = 2;
+const CONTINUATION: u8 = 2;
 
 /// Maximum number of contexts that the items of a stream can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;

@@ -45,15 +45,15 @@ use crate::sync::yielding_lock::Writer;
 /// A block whose hash in this stream differs from that of its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C, packed(4))]
-struct Foreign {
+struct ForeignHash {
     hash: u64,
     number: u32,
 }
 
 /// Maximum number of times that `Stream::group_cache` is dropped in one incarnation of a stream.
-const CACHE_DROPS: u8 = 4;
+const MAX_CACHE_DROPS: u8 = 4;
 /// Maximum number of blocks from which the index tries to determine the scheme by which the engine hashes blocks.
-const SAMPLES: u8 = 4;
+const MAX_SAMPLES: u8 = 4;
 
 /// A placement that the events of the stream have named.
 #[derive(Clone, Copy, Debug)]
@@ -139,7 +139,7 @@ pub struct Stream {
     /// The bytes of this stream as last added to the total of all streams.
     pub counted: usize,
     table: Table,
-    foreign: HashTable<Foreign>,
+    foreign: HashTable<ForeignHash>,
     collisions: Collisions,
     copies: CopyTable,
     /// Number of bytes that the replaced LoRAs take, which are in the view. 0 if no LoRA was replaced.
@@ -175,10 +175,10 @@ impl Stream {
             groups: Groups::default(),
             group_cache: None,
             changed_copies: Vec::new(),
-            cache_drops_left: CACHE_DROPS,
+            cache_drops_left: MAX_CACHE_DROPS,
             has_new_groups: false,
             sample: None,
-            samples_left: SAMPLES,
+            samples_left: MAX_SAMPLES,
             salted: Vec::new(),
             misses_salts: false,
             waiting: Queue::default(),
@@ -393,8 +393,8 @@ impl Stream {
         self.remove_all(writer);
         self.leave_placements(writer);
         self.groups.forget();
-        (self.group_cache, self.sample, self.samples_left) = (None, None, SAMPLES);
-        (self.misses_salts, self.has_new_groups, self.cache_drops_left) = (false, false, CACHE_DROPS);
+        (self.group_cache, self.sample, self.samples_left) = (None, None, MAX_SAMPLES);
+        (self.misses_salts, self.has_new_groups, self.cache_drops_left) = (false, false, MAX_CACHE_DROPS);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
         self.evidence = Evidence::default();

@@ -8,4 +8,4 @@ mod describe;
 #[cfg(all(loom, test))]
 mod model;
 
-pub use describe::{Described, OwnedExtra, OwnedId, describe, describe_decoded};
+pub use describe::{OwnedEvent, OwnedExtra, OwnedId, describe, describe_decoded};

@@ -110,7 +110,7 @@ proptest! {
         let records = (0..6_u32).flat_map(|kind| (0..3000).step_by(29).map(move |record| record | kind << 28));
         let pair: Vec<TableHash> = records.map(|record| hash_of(record).into()).collect();
         for run in &runs {
-            let before: Vec<_> = pair.iter().map(|&mixed| table.position_ahead(mixed)).collect();
+            let before: Vec<_> = pair.iter().map(|&mixed| table.prefetch_position(mixed)).collect();
             if run.first % 8 == 0 {
                 table.clear();
                 model.clear();
@@ -118,7 +118,7 @@ proptest! {
             apply(&mut table, &mut model, run);
             for (&mixed, &position) in pair.iter().zip(&before) {
                 let (mut found, mut expected) = (Vec::new(), Vec::new());
-                table.for_each_match_at(table.position_again(position, mixed), |record| { found.push(record); true });
+                table.for_each_match_at(table.current_position(position, mixed), |record| { found.push(record); true });
                 table.for_each_match(mixed, |record| { expected.push(record); true });
                 prop_assert_eq!(found, expected);
             }

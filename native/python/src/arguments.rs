@@ -14,33 +14,33 @@ use kvevents_index::keys::{self, Item, Scheme};
 use kvevents_index::wire::scan;
 
 /// Number of tokens that are copied before other Python threads can run.
-const COPIED_AT_ONCE: usize = 1 << 20;
+const MAX_COPIED_TOKENS: usize = 1 << 20;
 /// Number of list elements that are read before this work is counted.
-const READ_AT_ONCE: usize = 1 << 10;
+const ITEMS_PER_COUNT: usize = 1 << 10;
 /// Number of tokens that can be copied from a buffer in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
 /// Copies a contiguous buffer of 32-bit numbers in parts, so that other threads can run between them.
-fn copied_at_once(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
+fn copy_words(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     let mut copy = Vec::with_capacity(buffer.item_count());
     while copy.len() < buffer.item_count() {
         // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned integers of 4 bytes. A Python thread that
         // writes to the buffer needs the GIL, which this thread holds during the read.
         let all = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) };
         let part = &all[copy.len()..];
-        let part = &part[..part.len().min(COPIED_AT_ONCE)];
+        let part = &part[..part.len().min(MAX_COPIED_TOKENS)];
         copy.extend_from_slice(part);
         turns.spend(part.len() / COPIES_PER_READ)?;
     }
     Ok(copy)
 }
 
-fn kind_of(given: &Bound<'_, PyAny>) -> String {
+fn type_name(given: &Bound<'_, PyAny>) -> String {
     given.get_type().name().map_or_else(|_| "?".into(), |name| name.to_string())
 }
 
-fn not_tokens(given: &Bound<'_, PyAny>) -> PyErr {
-    let kind = kind_of(given);
+fn tokens_error(given: &Bound<'_, PyAny>) -> PyErr {
+    let kind = type_name(given);
     PyTypeError::new_err(format!(
         "tokens are a list of integers, or a one-dimensional array or buffer of integers of 16 to 64 bits in this machine's byte order; \
          not {kind}"
@@ -61,7 +61,7 @@ fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType
 }
 
 /// Copies a buffer of integers of 2 to 8 bytes. Returns None if a number does not fit into `T`.
-fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
+fn copy_integers<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
 where
     T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
 {
@@ -101,16 +101,16 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     if let Ok(tuple) = given.cast::<PyTuple>() {
         return read_items(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
     }
-    let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
+    let (buffer, kind) = integers_of(given).ok_or_else(|| tokens_error(given))?;
     if buffer.item_count() == 0 {
         return Ok(Vec::new());
     }
     let shared = kind == ElementType::UnsignedInteger { bytes: 4 } && buffer.is_c_contiguous();
     if shared && buffer.buf_ptr().cast::<u32>().is_aligned() {
-        return copied_at_once(&buffer, turns);
+        return copy_words(&buffer, turns);
     }
-    let refused = || PyOverflowError::new_err("a token is outside of 0 to 2**32 - 1");
-    copied(&buffer, kind, turns)?.ok_or_else(refused)
+    let refused = || PyOverflowError::new_err("invalid token id: expected integers from 0 to 2**32 - 1");
+    copy_integers(&buffer, kind, turns)?.ok_or_else(refused)
 }
 
 /// Reads the numbers of a list or a tuple. Each number is borrowed only while it is read. Other threads can change the list only between
@@ -125,7 +125,7 @@ fn read_items(
     let mut tokens = Vec::with_capacity(length());
     // The length is read again in each turn, since another thread can have changed the list.
     while tokens.len() < length() {
-        for _ in 0..READ_AT_ONCE.min(length() - tokens.len()) {
+        for _ in 0..ITEMS_PER_COUNT.min(length() - tokens.len()) {
             let at = tokens.len() as ffi::Py_ssize_t;
             // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. `given`
             // owns the item, and no Python code can run before the item is read, since it is a plain `int`.
@@ -150,16 +150,16 @@ fn read_items(
             };
             tokens.push(token);
         }
-        turns.spend(READ_AT_ONCE)?;
+        turns.spend(ITEMS_PER_COUNT)?;
     }
     Ok(tokens)
 }
 
 pub(super) fn keys_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u64>> {
     let found = match integers_of(given) {
-        Some((buffer, kind)) => copied(&buffer, kind, turns)?,
+        Some((buffer, kind)) => copy_integers(&buffer, kind, turns)?,
         None if PyUntypedBuffer::get(given).is_ok() || given.is_instance_of::<PyString>() => None,
-        None => numbered(given, turns)?,
+        None => sequence_numbers(given, turns)?,
     };
     let refused = || {
         PyTypeError::new_err(
@@ -169,7 +169,7 @@ pub(super) fn keys_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResu
     found.ok_or_else(refused)
 }
 
-fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<Vec<u64>>> {
+fn sequence_numbers(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<Vec<u64>>> {
     let Ok(row) = given.cast::<PySequence>() else {
         return Ok(None);
     };
@@ -184,15 +184,15 @@ fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<
 
 /// The name of a stream or a worker: `(source, rank)`, or only `source` for rank 0.
 #[derive(FromPyObject)]
-pub(super) enum Named<'py> {
+pub(super) enum StreamName<'py> {
     Both(Bound<'py, PyString>, i64),
     Source(Bound<'py, PyString>),
 }
 
-impl<'py> Named<'py> {
+impl<'py> StreamName<'py> {
     pub(super) fn from_object(given: &Bound<'py, PyAny>) -> PyResult<Self> {
         let refused = |_| {
-            let shown = given.repr().map_or_else(|_| kind_of(given), |text| text.to_string());
+            let shown = given.repr().map_or_else(|_| type_name(given), |text| text.to_string());
             PyTypeError::new_err(format!(
                 "a stream is (source, rank), or its source alone for rank 0; not {shown:.80}"
             ))
@@ -222,7 +222,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
              this {} is not: {}",
-            kind_of(given),
+            type_name(given),
             cause.value(py)
         ))
     })
@@ -281,13 +281,13 @@ pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
 }
 
 /// A reader that gets its bytes from a Python function, at most one MiB per call.
-pub(super) struct Pieces {
+pub(super) struct PythonReader {
     read: Py<PyAny>,
     piece: Vec<u8>,
     at: usize,
 }
 
-impl Pieces {
+impl PythonReader {
     pub(super) fn new(read: Py<PyAny>) -> Self {
         Self {
             read,
@@ -297,7 +297,7 @@ impl Pieces {
     }
 }
 
-impl Read for Pieces {
+impl Read for PythonReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if self.at == self.piece.len() {
             self.at = 0;

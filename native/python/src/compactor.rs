@@ -7,11 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
-use super::refusals::of_parent;
+use super::refusals::parent_exception;
 use super::turns::Turns;
 use kvevents_compaction::Compactor as SharedState;
 use kvevents_index::sync::fork::ProcessOwned;
-use kvevents_index::wire::scan::{SECONDS, Schema};
+use kvevents_index::wire::scan::{Schema, TIMESTAMP_SECONDS};
 
 /// Number of bytes that can be copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
@@ -31,13 +31,13 @@ pub(super) struct Compactor {
 impl Compactor {
     /// Calls `work` with the state and without the GIL, so that no thread holds the GIL while it waits for the lock of the state.
     fn run<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
-        let shared = self.shared.get().ok_or_else(|| of_parent(py))?;
+        let shared = self.shared.get().ok_or_else(|| parent_exception(py))?;
         py.detach(|| shared.lock().map(|mut shared| work(&mut shared)).map_err(|_| damaged()))
     }
 }
 
 fn damaged() -> PyErr {
-    PyRuntimeError::new_err("an internal error left this history inconsistent")
+    PyRuntimeError::new_err("an internal error has left this history inconsistent; create a new one")
 }
 
 #[pymethods]
@@ -78,7 +78,7 @@ impl Compactor {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));
         }
-        if !SECONDS.contains(&ts) {
+        if !TIMESTAMP_SECONDS.contains(&ts) {
             return Err(PyValueError::new_err(format!(
                 "invalid ts {ts}: expected seconds since the epoch"
             )));

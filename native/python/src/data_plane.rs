@@ -15,7 +15,7 @@ use super::routing::Loads;
 use super::turns::Turns;
 use kvevents_server::{Event, Headers, Request, Server, Stream};
 
-pub(super) fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
+pub(super) fn duplicate_descriptor(descriptor: RawFd) -> PyResult<OwnedFd> {
     // SAFETY: the call uses no memory of this process, and fails for a descriptor that is not open.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
     if copy < 0 {
@@ -153,8 +153,8 @@ impl DataPlane {
     /// duplicated.
     #[new]
     fn new(py: Python<'_>, settings: &[u8], listening: RawFd, waker: RawFd, loads: &Bound<'_, Loads>) -> PyResult<Self> {
-        let listener = TcpListener::from(copied(listening)?);
-        let waker = UnixStream::from(copied(waker)?);
+        let listener = TcpListener::from(duplicate_descriptor(listening)?);
+        let waker = UnixStream::from(duplicate_descriptor(waker)?);
         let loads = loads.get().loads.clone();
         let server = py.detach(|| Server::start(settings, listener, waker, loads));
         let server = server.map_err(|failure| PyValueError::new_err(failure.to_string()))?;

@@ -13,9 +13,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
-use super::arguments::{Named, Pieces, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
+use super::arguments::{PythonReader, StreamName, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use super::matches::{Match, counters};
-use super::refusals::{damaged, of_parent};
+use super::refusals::{damaged, parent_exception};
 use super::turns::{Signals, Turns};
 use kvevents_index::holders::placements::Placement;
 use kvevents_index::keys;
@@ -47,12 +47,12 @@ fn snapshot_exception(failure: Failure) -> PyErr {
 }
 
 /// A file whose writes fail after a signal handler has raised an exception.
-struct Interruptible {
+struct InterruptibleFile {
     file: File,
     signals: Signals,
 }
 
-impl Write for Interruptible {
+impl Write for InterruptibleFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.signals.check().map_err(io::Error::other)?;
         self.file.write(bytes)
@@ -99,7 +99,7 @@ pub(super) struct NativeIndex {
 }
 
 /// Key, hash, tier, group, and the maximum and the minimum number of copies of a block on a placement.
-type PlainBlock = (u64, u64, String, i64, u32, u32);
+type BlockTuple = (u64, u64, String, i64, u32, u32);
 
 /// The blocks of a stream at one moment. Each block is returned in only one call of `take`.
 #[pyclass(frozen, module = "kvevents.index")]
@@ -114,8 +114,8 @@ impl Listing {
     /// hash, tier, group, maximum copies, minimum copies)`.
     ///
     /// Each call releases the GIL, so that a long listing does not delay other threads.
-    fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
-        let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
+    fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<BlockTuple>> {
+        let blocks = self.blocks.get().ok_or_else(|| parent_exception(py))?;
         let plain = |held: HeldBlock| {
             let placement = &self.placements[held.placement as usize];
             (
@@ -134,12 +134,12 @@ impl Listing {
 impl NativeIndex {
     /// Returns the index. Raises an exception in a forked child process.
     fn index(&self, py: Python<'_>) -> PyResult<&PrefixIndex> {
-        self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
+        self.index.get().map(Arc::as_ref).ok_or_else(|| parent_exception(py))
     }
 
     /// Returns the index for native threads.
     pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<PrefixIndex>> {
-        self.index.get().cloned().ok_or_else(|| of_parent(py))
+        self.index.get().cloned().ok_or_else(|| parent_exception(py))
     }
 
     /// Returns the index. Raises an exception if a panic has damaged it.
@@ -162,7 +162,7 @@ impl NativeIndex {
     }
 
     /// Returns the result of a delivery. If there is a report, the Python method `_found` creates the objects for it.
-    fn found(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
+    fn result_object(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let outcome = slf.get().outcome_object(py, applied.outcome)?;
         let Some(report) = applied.report else { return Ok(outcome) };
@@ -248,10 +248,10 @@ impl NativeIndex {
         seq: i64,
         payload: Bound<'_, PyBytes>,
     ) -> PyResult<Py<PyAny>> {
-        let (py, named) = (slf.py(), Named::from_object(&stream)?);
+        let (py, named) = (slf.py(), StreamName::from_object(&stream)?);
         let ((source, rank), index, payload) = (named.parts()?, slf.get().index(py)?, payload.as_bytes());
         let applied = run_change(index, || py.detach(|| index.batch(source, rank, incarnation, seq, payload)))?;
-        Self::found(slf, applied)
+        Self::result_object(slf, applied)
     }
 
     /// Applies events that Python has encoded. Returns None if one of the events cannot be read.
@@ -264,11 +264,11 @@ impl NativeIndex {
         payload: &[u8],
         loses_events: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let (index, named) = (slf.get().index(py)?, Named::from_object(&stream)?);
+        let (index, named) = (slf.get().index(py)?, StreamName::from_object(&stream)?);
         let parts = named.parts()?;
         let apply = || py.detach(|| index.events(parts, incarnation, seq, payload, loses_events));
         let applied = run_change(index, apply)?;
-        applied.map(|applied| Self::found(slf, applied)).transpose()
+        applied.map(|applied| Self::result_object(slf, applied)).transpose()
     }
 
     /// Applies encoded batches, with the GIL released.
@@ -299,7 +299,7 @@ impl NativeIndex {
         let applied = run_change(index, || py.detach(apply))??;
         let object = |applied| {
             turns.spend(work_of(&applied))?;
-            Self::found(slf, applied)
+            Self::result_object(slf, applied)
         };
         applied.into_iter().map(object).collect()
     }
@@ -331,7 +331,7 @@ impl NativeIndex {
         let (odd, mut turns) = (run_change(index, || py.detach(apply))??, Turns::new(py));
         let object = |(at, applied)| {
             turns.spend(work_of(&applied))?;
-            Ok((at, Self::found(slf, applied)?))
+            Ok((at, Self::result_object(slf, applied)?))
         };
         odd.into_iter().map(object).collect()
     }
@@ -558,7 +558,7 @@ impl NativeIndex {
         let write = || {
             let worker = |(source, rank)| Worker { source, rank };
             let workers: Option<HashSet<Worker>> = workers.map(|workers| workers.into_iter().map(worker).collect());
-            let file = Interruptible {
+            let file = InterruptibleFile {
                 file: File::options().write(true).create_new(true).open(path)?,
                 signals: Signals::new(),
             };
@@ -570,14 +570,16 @@ impl NativeIndex {
     /// Restores a snapshot. The function `read` returns at most the requested number of bytes, and no bytes at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
-        py.detach(|| snapshot::restore(index, Pieces::new(read)))
+        py.detach(|| snapshot::restore(index, PythonReader::new(read)))
             .map_err(snapshot_exception)
     }
 
     /// Adds the contents of a snapshot; `read` is as for `_restore`. Returns the workers that were added.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let index = self.undamaged(py)?;
-        let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(snapshot_exception)?;
+        let workers = py
+            .detach(|| index.absorb(PythonReader::new(read)))
+            .map_err(snapshot_exception)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 

@@ -62,7 +62,7 @@ fn hashes<'py>(
             keys::chain(None, &mut found);
         }
     });
-    listed(py, &found)
+    hash_list(py, &found)
 }
 
 /// Converts the local hashes of all blocks of a prompt to rolling keys.
@@ -71,10 +71,10 @@ fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let py = hashes.py();
     let mut found = keys_of(hashes, &mut Turns::new(py))?;
     py.detach(|| keys::chain(None, &mut found));
-    listed(py, &found)
+    hash_list(py, &found)
 }
 
-fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> {
+fn hash_list<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> {
     let (list, mut turns) = (PyList::empty(py), Turns::new(py));
     for hash in hashes {
         list.append(hash)?;
@@ -107,7 +107,7 @@ fn tier_of(medium: &str) -> String {
 #[pyfunction]
 fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let bytes = text.as_bytes();
-    let (rest, tokens) = py.detach(|| kvevents_server::lift(bytes, name))?;
+    let (rest, tokens) = py.detach(|| kvevents_server::extract_array(bytes, name))?;
     Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
 }
 

@@ -10,13 +10,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 /// Major version of libzmq for which the declarations in this module are correct.
-const MAJOR: c_int = 4;
+const MAJOR_VERSION: c_int = 4;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
 /// Number of frames of a message: topic, sequence number and payload.
-const FRAMES: usize = 3;
+const FRAMES_PER_MESSAGE: usize = 3;
 /// Approximate maximum number of payload bytes that one call reads. Copying so many bytes takes less time than waiting for the GIL.
-const MOST_BYTES: usize = 1 << 20;
+const MAX_BYTES: usize = 1 << 20;
 
 /// A `zmq_msg_t`. libzmq initialises only some of its bytes. The value can be moved, since libzmq copies messages byte by byte and does not
 /// store their addresses.
@@ -87,7 +87,7 @@ impl Frame<'_> {
 
 /// Why a message was not received completely.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ended {
+enum MessageEnd {
     /// No message is waiting.
     Nothing,
     /// An error, which becomes a Python exception.
@@ -95,7 +95,7 @@ enum Ended {
 }
 
 impl Libzmq {
-    fn frame(&self, socket: Socket) -> Result<Frame<'_>, Ended> {
+    fn frame(&self, socket: Socket) -> Result<Frame<'_>, MessageEnd> {
         let mut message = Message([MaybeUninit::uninit(); 64]);
         // SAFETY: the memory has the size of a message, and this call initialises it as an empty message.
         unsafe { (self.init)(&mut message) };
@@ -106,13 +106,13 @@ impl Libzmq {
         }
         // SAFETY: the function has no arguments.
         match unsafe { (self.errno)() } {
-            libc::EAGAIN => Err(Ended::Nothing),
-            _ => Err(Ended::Refused),
+            libc::EAGAIN => Err(MessageEnd::Nothing),
+            _ => Err(MessageEnd::Refused),
         }
     }
 
     /// Receives the frames of one message into `frames`. If the message is not complete, returns the reason.
-    fn message<'a>(&'a self, socket: Socket, frames: &mut Vec<Frame<'a>>) -> Result<(), Ended> {
+    fn message<'a>(&'a self, socket: Socket, frames: &mut Vec<Frame<'a>>) -> Result<(), MessageEnd> {
         frames.clear();
         loop {
             let mut frame = self.frame(socket)?;
@@ -136,10 +136,10 @@ impl Libzmq {
             let frames = [(topic, SNDMORE), (&number.to_be_bytes()[..], SNDMORE), (payload, 0)];
             let refused = frames.iter().position(|&(frame, flags)| !self.put(socket, frame, flags));
             if let Some(refused) = refused {
-                return FRAMES * at + refused;
+                return FRAMES_PER_MESSAGE * at + refused;
             }
         }
-        FRAMES * messages.len()
+        FRAMES_PER_MESSAGE * messages.len()
     }
 }
 
@@ -170,9 +170,9 @@ impl Libzmq {
             let version = std::mem::transmute::<Found, Version>(version);
             let (mut major, mut minor, mut patch) = (0, 0, 0);
             version(&mut major, &mut minor, &mut patch);
-            if major != MAJOR {
+            if major != MAJOR_VERSION {
                 return Err(PyOSError::new_err(format!(
-                    "libzmq is {major}.{minor}.{patch}, and not {MAJOR}"
+                    "libzmq is {major}.{minor}.{patch}, and not {MAJOR_VERSION}"
                 )));
             }
             Ok(Self {
@@ -215,9 +215,9 @@ impl Libzmq {
     ) -> PyResult<Received<'py>> {
         let socket = open(socket)?;
         let (mut payloads, mut messages, mut bytes) = (Vec::new(), Vec::<Frames<'py>>::new(), 0);
-        let mut frames = Vec::with_capacity(FRAMES);
+        let mut frames = Vec::with_capacity(FRAMES_PER_MESSAGE);
         let mut number = first;
-        while payloads.len() + messages.len() < limit && bytes < MOST_BYTES {
+        while payloads.len() + messages.len() < limit && bytes < MAX_BYTES {
             let ended = self.message(socket, &mut frames).err();
             bytes += frames.iter_mut().map(|frame| frame.bytes().len()).sum::<usize>();
             let is_due = ended.is_none() && messages.is_empty() && payloads.len() < due;
@@ -228,7 +228,7 @@ impl Libzmq {
                 messages.push(frames.iter_mut().map(|frame| PyBytes::new(py, frame.bytes())).collect());
             }
             if let Some(ended) = ended {
-                return Ok((payloads, messages, ended == Ended::Nothing));
+                return Ok((payloads, messages, ended == MessageEnd::Nothing));
             }
         }
         Ok((payloads, messages, false))

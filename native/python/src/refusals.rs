@@ -15,7 +15,7 @@ pub(super) fn damaged(py: Python<'_>) -> PyErr {
 }
 
 /// The exception of an object that belongs to the parent of a forked process.
-pub(super) fn of_parent(py: Python<'_>) -> PyErr {
+pub(super) fn parent_exception(py: Python<'_>) -> PyErr {
     let text = "this belongs to the process that made it, of which this one is a fork: threads that exist only there may have been \
                 changing it; make another one here";
     exception(py, "ForkedError", text)

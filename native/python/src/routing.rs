@@ -22,7 +22,7 @@ pub(super) struct Scorer {
 }
 
 /// Score, uncached share and load of a worker, and whether the worker is hot.
-type Plain = (f64, f64, f64, bool);
+type ScoreTuple = (f64, f64, f64, bool);
 
 #[pymethods]
 impl Scorer {
@@ -71,10 +71,12 @@ impl Scorer {
         work: Vec<f64>,
         requests: Vec<f64>,
         inexact: HashMap<usize, Vec<String>>,
-    ) -> PyResult<(Vec<Plain>, Vec<usize>)> {
+    ) -> PyResult<(Vec<ScoreTuple>, Vec<usize>)> {
         let count = tokens.len();
         if [certain.len(), tiers.len(), believed.len(), work.len(), requests.len()] != [count; 5] {
-            return Err(PyValueError::new_err("the lists differ in length"));
+            return Err(PyValueError::new_err(
+                "invalid arguments: the lists must have one value for each worker",
+            ));
         }
         let mut candidates = Vec::with_capacity(count);
         for at in 0..count {
@@ -85,10 +87,10 @@ impl Scorer {
                 let reach = |tier: usize| reached[tier];
                 let believed = score::trust_weight(tokens[at], certain[at], believed[at], self.uncertain_weight);
                 match inexact.get(&at) {
-                    None => believed * self.weights.saved(tokens[at], length, reach),
+                    None => believed * self.weights.saved_share(tokens[at], length, reach),
                     Some(names) => {
                         let weights = self.trusted_weights(tiers.py(), believed, names)?;
-                        weights.saved(tokens[at], length, reach)
+                        weights.saved_share(tokens[at], length, reach)
                     }
                 }
             };
@@ -120,7 +122,7 @@ impl Scorer {
         let has_other = names.iter().any(|name| !known.contains(name));
         Ok(self
             .weights
-            .multiplied(factor, if has_other { self.uncertain_weight } else { believed }))
+            .with_factors(factor, if has_other { self.uncertain_weight } else { believed }))
     }
 
     /// Returns the length of the prefix on each tier that has a weight.
@@ -170,7 +172,11 @@ impl Ties {
             "rotate" => Tie::Rotate,
             "random" => Tie::Random,
             "first" => Tie::First,
-            _ => return Err(PyValueError::new_err(format!("unknown tie break {how:?}"))),
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown tie rule {how:?}: expected \"rotate\", \"random\" or \"first\""
+                )));
+            }
         };
         let keys: Vec<u64> = equal.iter().map(|worker| key(&worker)).collect::<PyResult<_>>()?;
         Ok(self.ties.pick(how, &keys))
@@ -178,14 +184,14 @@ impl Ties {
 
     /// Records that a worker was chosen, so that it is the last one in the rotation.
     fn took(&self, worker: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.ties.took(key(worker)?);
+        self.ties.record_choice(key(worker)?);
         Ok(())
     }
 
     /// Number of workers whose last choice is stored.
     #[getter]
     fn remembered(&self) -> usize {
-        self.ties.remembered()
+        self.ties.worker_count()
     }
 }
 

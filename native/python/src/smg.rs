@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 
 use kvevents_smg::{Arrival, Subscription};
 
-use super::data_plane::copied;
+use super::data_plane::duplicate_descriptor;
 
 /// The number that represents the beginning of a call in the result of `take`.
 const CONNECTED: i64 = -1;
@@ -27,7 +27,7 @@ impl SmgSubscription {
     /// is duplicated. Raises ValueError if the address is invalid, and OSError if the descriptor cannot be duplicated.
     #[new]
     fn new(address: &str, waker: i32) -> PyResult<Self> {
-        let waker = UnixStream::from(copied(waker)?);
+        let waker = UnixStream::from(duplicate_descriptor(waker)?);
         let subscription = Subscription::open(address, waker).map_err(PyValueError::new_err)?;
         Ok(Self { subscription })
     }

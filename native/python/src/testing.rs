@@ -10,14 +10,14 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use super::arguments::wire_limits_of;
 use super::index::plain_heartbeat;
 use super::routing::{Loads, Ties};
-use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe, describe_decoded};
+use kvevents_index::testing::{OwnedEvent, OwnedExtra, OwnedId, describe, describe_decoded};
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
 /// Returns the number of times that calls have released the GIL and have checked for signals, during work with Python objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
-    super::turns::TURNS.load(Ordering::Relaxed)
+    super::turns::TURN_COUNT.load(Ordering::Relaxed)
 }
 
 /// Returns the events that the scanner reads from a payload; None if the scanner refuses the payload.
@@ -34,7 +34,7 @@ pub(super) fn scanned<'py>(
         .transpose()
 }
 
-fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyDict>> {
+fn described<'py>(py: Python<'py>, event: &OwnedEvent) -> PyResult<Bound<'py, PyDict>> {
     let plain = PyDict::new(py);
     let kind = match event.kind {
         Kind::Stored => "BlockStored",

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 
 /// Interval at which a call without the GIL checks for signals.
-const SIGNALS: Duration = Duration::from_millis(50);
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Checks at intervals, during a call without the GIL, whether a signal such as an interrupt is pending.
 pub(super) struct Signals(Instant);
@@ -16,7 +16,7 @@ impl Signals {
     }
 
     pub(super) fn check(&mut self) -> PyResult<()> {
-        if self.0.elapsed() < SIGNALS {
+        if self.0.elapsed() < SIGNAL_INTERVAL {
             return Ok(());
         }
         self.0 = Instant::now();
@@ -30,7 +30,7 @@ const WORK_PER_TURN: usize = 1 << 16;
 
 /// Number of times that calls have released the GIL.
 #[cfg(feature = "testing")]
-pub(super) static TURNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+pub(super) static TURN_COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
 /// Counts work with the GIL, and releases the GIL at intervals.
 pub(super) struct Turns<'py> {
@@ -59,7 +59,7 @@ impl<'py> Turns<'py> {
     fn yield_gil(&mut self) -> PyResult<()> {
         self.left = WORK_PER_TURN;
         #[cfg(feature = "testing")]
-        TURNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        TURN_COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.py.detach(|| ());
         self.py.check_signals()
     }

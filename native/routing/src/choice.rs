@@ -27,12 +27,12 @@ use serde::Deserialize;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use crate::loads::{Loads, State};
-use crate::reservations::{Reservation, Reserved, TooMany, Wanted};
+use crate::reservations::{Reservation, ReservationRequest, ReservedPrompt, TooManyReservations};
 use crate::score::{self, LoadWeights, TierWeights};
 use crate::ties::{Tie, Ties};
 use crate::trust::{State as TrustState, Trust};
 use crate::weights::Weights;
-use crate::work::Requests;
+use crate::work::RequestCount;
 use kvevents_index::holders::placements::TIERS;
 use kvevents_index::keys;
 
@@ -52,14 +52,14 @@ pub enum Tier {
 
 /// The weights of cached tokens, trust states and loads in a score.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Terms {
+pub struct ScoreWeights {
     tiers: Weights<Tier>,
     trust: Weights<TrustState>,
     wait_weight: f64,
     load_weight: f64,
 }
 
-impl Terms {
+impl ScoreWeights {
     /// Returns these weights, replaced by those that a request states.
     pub fn updated(
         &self,
@@ -148,7 +148,7 @@ pub enum LoadFrom {
 
 /// A candidate, and the terms of its score.
 #[derive(Debug, serde::Serialize)]
-pub struct Considered<'a> {
+pub struct ExplainedCandidate<'a> {
     /// Name of the instance.
     pub instance: &'a str,
     /// Rank of the worker.
@@ -181,7 +181,7 @@ pub struct Considered<'a> {
 
 /// The answer of `/v1/select`.
 #[derive(Debug, serde::Serialize)]
-pub struct Selected<'a> {
+pub struct Selection<'a> {
     /// Name of the instance.
     pub instance: &'a str,
     /// Rank of the worker.
@@ -203,7 +203,7 @@ pub struct Selected<'a> {
     /// The reservation, if the request asked for one.
     pub reservation: Option<Reservation>,
     /// If the request asks for an explanation: all candidates with a connection, the chosen one first.
-    pub considered: Option<Vec<Considered<'a>>>,
+    pub considered: Option<Vec<ExplainedCandidate<'a>>>,
     /// If the request asks for an explanation: the candidates that were left out.
     pub unreachable: Option<Vec<WorkerTrust<'a>>>,
 }
@@ -250,13 +250,13 @@ impl<'a> Contender<'a> {
 }
 
 /// The known numbers of requests, by the position of the candidate.
-struct Known {
+struct KnownLoads {
     from: LoadFrom,
     /// Returns the number of requests of each candidate. If it is None, the mean of the other candidates counts.
     requests: Vec<Option<f64>>,
 }
 
-impl Known {
+impl KnownLoads {
     fn of_contenders(contenders: &[&Contender<'_>], state: &State, now: Instant) -> Self {
         if contenders.iter().any(|one| one.load.is_some()) {
             return Self {
@@ -265,19 +265,19 @@ impl Known {
             };
         }
         let known = |one: &&Contender<'_>| one.source.and_then(|source| state.requests(source, one.rank, now));
-        let known: Vec<Option<Requests>> = contenders.iter().map(known).collect();
-        if known.iter().any(|one| matches!(one, Some(Requests::Reported(_)))) {
-            let reported = |one: &Option<Requests>| match one {
-                Some(Requests::Reported(requests)) => Some(*requests),
-                Some(Requests::Sent(_)) | None => None,
+        let known: Vec<Option<RequestCount>> = contenders.iter().map(known).collect();
+        if known.iter().any(|one| matches!(one, Some(RequestCount::Reported(_)))) {
+            let reported = |one: &Option<RequestCount>| match one {
+                Some(RequestCount::Reported(requests)) => Some(*requests),
+                Some(RequestCount::Sent(_)) | None => None,
             };
             return Self {
                 from: LoadFrom::Engines,
                 requests: known.iter().map(reported).collect(),
             };
         }
-        let sent = |one: &Option<Requests>| match one {
-            Some(Requests::Sent(requests) | Requests::Reported(requests)) => *requests,
+        let sent = |one: &Option<RequestCount>| match one {
+            Some(RequestCount::Sent(requests) | RequestCount::Reported(requests)) => *requests,
             None => 0.0,
         };
         let sent: Vec<f64> = known.iter().map(sent).collect();
@@ -326,11 +326,11 @@ pub struct Question<'a> {
     /// The session to which the prompt belongs.
     pub session: Option<&'a str>,
     /// The requested reservation.
-    pub reserve: Option<Wanted<'a>>,
+    pub reserve: Option<ReservationRequest<'a>>,
 }
 
 /// Returns the credit of a candidate: the share of the prompt that its cache saves, 0 to 1.
-fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: &TierWeights) -> f64 {
+fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &ScoreWeights, weights: &TierWeights) -> f64 {
     if question.ignores_cache {
         return 0.0;
     }
@@ -343,12 +343,12 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), uncertain_weight);
     let inexact = one.inexact_tiers();
     if inexact.is_empty() {
-        return believed * weights.saved(tokens, whole, reach);
+        return believed * weights.saved_share(tokens, whole, reach);
     }
     let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
     let is_inexact = |at: usize| (TIERS.get(tier(at))).map_or(has_other, |tier| inexact.iter().any(|name| name == tier));
     let factor = |at: usize| if is_inexact(at) { uncertain_weight } else { believed };
-    (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
+    (weights.with_factors(factor, if has_other { uncertain_weight } else { believed })).saved_share(tokens, whole, reach)
 }
 
 /// Returns the factor for the load guard: the cache of a candidate does not count if its requests exceed the mean of the other candidates
@@ -357,7 +357,7 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
 /// The factor is 1.25 if caches save at most three quarters of the prompt. With a factor of 2, the busiest of 16 engines had 1.8 times the
 /// mean requests while one system prompt spread. If the best cache saves more, the factor is larger: such prompts, for example those of
 /// agents, are slow on other workers.
-fn guard(credits: &[f64]) -> f64 {
+fn guard_factor(credits: &[f64]) -> f64 {
     let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
 }
@@ -368,16 +368,16 @@ fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     (0..workers.len()).max_by_key(hash)
 }
 
-/// Returns the candidate with the smallest score, and the terms of its score. Returns None without candidates.
+/// Returns the candidate with the smallest score, and the terms of its score. Returns None if `contenders` is empty.
 ///
 /// # Errors
 /// If the requested reservation would exceed the limit.
 pub fn choose<'a>(
     contenders: &[Contender<'a>],
     question: &Question<'_>,
-    terms: &Terms,
+    terms: &ScoreWeights,
     (ties, loads): (&Ties, &Loads),
-) -> Result<Option<Selected<'a>>, TooMany> {
+) -> Result<Option<Selection<'a>>, TooManyReservations> {
     let now = Instant::now();
     let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
     let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
@@ -389,7 +389,7 @@ pub fn choose<'a>(
     if let Some(wanted) = &question.reserve {
         state.make_room(wanted.id)?;
     }
-    let known = Known::of_contenders(&reachable, &state, now);
+    let known = KnownLoads::of_contenders(&reachable, &state, now);
     let candidate = |((one, requests), credit): ((&&Contender<'a>, f64), &f64)| score::Candidate {
         credit: *credit,
         work: known.work(one, requests, &state),
@@ -404,7 +404,7 @@ pub fn choose<'a>(
         wait: terms.wait_weight,
         mean: terms.load_weight,
         base: REQUEST_TOKENS * BASE_REQUESTS,
-        guard: guard(&credits),
+        guard: guard_factor(&credits),
         guard_requests: GUARD_REQUESTS,
     };
     let mut scores = score::weigh(&candidates, question.prompt_tokens as u64, &load_weights);
@@ -418,11 +418,11 @@ pub fn choose<'a>(
     let keys: Vec<u64> = names.map(|name| ties.key(name)).collect();
     let picked = ties.pick(question.tie, &keys);
     let Some(&key) = keys.get(picked) else { return Ok(None) };
-    ties.took(key);
+    ties.record_choice(key);
     let at = equal[picked];
     let reservation = state.count(reachable[at], credits[at], question, now);
     drop(state);
-    let place = Place {
+    let place = ChosenCandidate {
         at,
         equal: equal.len(),
         own,
@@ -447,7 +447,7 @@ impl State {
         };
         let [tenant, group, model] = question.scope.map(str::to_owned);
         let uncached_tokens = ((1.0 - credit) * question.prompt_tokens as f64).round() as u64;
-        let reserved = Reserved {
+        let reserved = ReservedPrompt {
             tenant,
             group,
             model,
@@ -462,7 +462,7 @@ impl State {
 }
 
 /// The result of a choice; positions are those among the candidates with a connection.
-struct Place {
+struct ChosenCandidate {
     /// The position of the chosen candidate.
     at: usize,
     /// Number of candidates that are as good as the chosen one, including it.
@@ -474,14 +474,14 @@ struct Place {
 fn answer<'a>(
     contenders: &[Contender<'a>],
     (reachable, scores): (&[&Contender<'a>], &[score::Score]),
-    known: &Known,
+    known: &KnownLoads,
     question: &Question<'_>,
-    place: &Place,
+    place: &ChosenCandidate,
     reservation: Option<Reservation>,
-) -> Selected<'a> {
+) -> Selection<'a> {
     let at = place.at;
-    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(scores).zip(&known.requests).enumerate())
-        .map(|(position, ((one, score), requests))| Considered {
+    let mut considered: Vec<ExplainedCandidate<'a>> = (reachable.iter().zip(scores).zip(&known.requests).enumerate())
+        .map(|(position, ((one, score), requests))| ExplainedCandidate {
             instance: one.instance,
             rank: one.rank,
             url: one.url,
@@ -500,9 +500,9 @@ fn answer<'a>(
         .collect();
     let is_usable = reachable[at].distance == 0;
     let counts = (reachable.len(), place.equal, contenders.len() - reachable.len());
-    let why = why(question, &considered[at], known.from, !is_usable, counts);
+    let why = explain(question, &considered[at], known.from, !is_usable, counts);
     let chosen = considered.remove(at);
-    Selected {
+    Selection {
         instance: chosen.instance,
         rank: chosen.rank,
         url: chosen.url,
@@ -538,9 +538,9 @@ fn answer<'a>(
 
 /// Returns a sentence that explains a choice. The last argument has three numbers of candidates: all, those that are equally good, and
 /// those that were left out.
-fn why(
+fn explain(
     question: &Question<'_>,
-    chosen: &Considered<'_>,
+    chosen: &ExplainedCandidate<'_>,
     from: LoadFrom,
     is_unconnected: bool,
     (candidates, equal, left_out): (usize, usize, usize),
@@ -580,7 +580,7 @@ fn why(
         (LoadFrom::None, _) => String::new(),
         (_, Some(requests)) if requests.round() == 1.0 => " (1 request)".to_owned(),
         (_, Some(requests)) => format!(" ({requests:.0} requests)"),
-        (_, None) => " (unknown, so the mean of the others)".to_owned(),
+        (_, None) => " (unknown, so the mean of the other candidates)".to_owned(),
     };
     let hot = if chosen.hot {
         " (its cache does not count, since it has more than its share of requests)"

@@ -11,9 +11,11 @@ mod trust;
 mod weights;
 mod work;
 
-pub use choice::{Considered, Contender, Labels, LoadFrom, Question, Selected, Terms, Tier, Tiers, WorkerTrust, choose};
+pub use choice::{
+    Contender, ExplainedCandidate, Labels, LoadFrom, Question, ScoreWeights, Selection, Tier, Tiers, WorkerTrust, choose,
+};
 pub use loads::Loads;
-pub use reservations::{Reservation, ReservationCounts, Reserved, TooMany, Update, Wanted};
+pub use reservations::{Reservation, ReservationCounts, ReservationRequest, ReservedPrompt, TooManyReservations, Update};
 pub use ties::{MAX_TURNS, Tie, Ties};
 pub use trust::{State, Trust};
 pub use weights::Weights;

@@ -19,8 +19,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved, TooMany, Update, Wanted};
-use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
+use crate::reservations::{
+    Reservation, ReservationCounts, ReservationRequest, Reservations, ReservedPrompt, TooManyReservations, Update,
+};
+use crate::work::{DecayingCount, Reading, RequestCount, Work, WorkNumber};
 
 /// Number of workers above which idle workers are forgotten. It is four times the number of workers that a service follows by default.
 const FORGETTING_WORKERS: usize = 16_384;
@@ -111,7 +113,7 @@ impl Loads {
     pub fn requests(&self, source: &str, rank: i64) -> Option<f64> {
         let now = Instant::now();
         let state = self.lock(now);
-        state.of(source, rank)?.reported(now, self.max_age)
+        state.of(source, rank)?.reported_requests(now, self.max_age)
     }
 }
 
@@ -143,7 +145,7 @@ impl State {
 
     fn forget_idle(&mut self, now: Instant) {
         let (work, max_age) = (&mut self.work, self.max_age);
-        work.retain(|_, one| !one.is_nothing(now, max_age));
+        work.retain(|_, one| !one.is_idle(now, max_age));
         self.numbers.retain(|_, ranks| {
             ranks.retain(|_, number| work.contains_key(number));
             !ranks.is_empty()
@@ -151,11 +153,11 @@ impl State {
     }
 
     /// The number of requests of a worker; None if it is unknown.
-    pub(crate) fn requests(&self, source: &str, rank: i64, now: Instant) -> Option<Requests> {
+    pub(crate) fn requests(&self, source: &str, rank: i64, now: Instant) -> Option<RequestCount> {
         let work = self.of(source, rank)?;
-        Some(match work.reported(now, self.max_age) {
-            Some(requests) => Requests::Reported(requests),
-            None => Requests::Sent(work.sent(now)),
+        Some(match work.reported_requests(now, self.max_age) {
+            Some(requests) => RequestCount::Reported(requests),
+            None => RequestCount::Sent(work.sent_requests(now)),
         })
     }
 
@@ -168,7 +170,7 @@ impl State {
                 reading.begun += 1;
             }
             if !is_reserved {
-                work.unreserved = Decaying {
+                work.unreserved = DecayingCount {
                     count: work.unreserved.at(now) + 1.0,
                     at: now,
                 };
@@ -180,7 +182,7 @@ impl State {
 
 impl State {
     /// Ends the open reservation of this name, if there is one. Returns an error if the limit then permits no further reservation.
-    pub(crate) fn make_room(&mut self, id: Option<&str>) -> Result<(), TooMany> {
+    pub(crate) fn make_room(&mut self, id: Option<&str>) -> Result<(), TooManyReservations> {
         let (reservations, workers) = self.parts();
         reservations.check_room(id)?;
         if let Some(id) = id {
@@ -192,8 +194,8 @@ impl State {
     /// Adds a reservation. `worker` is the source and the rank of the worker; None if the service does not follow the worker.
     pub(crate) fn reserve(
         &mut self,
-        wanted: &Wanted<'_>,
-        reserved: Reserved,
+        wanted: &ReservationRequest<'_>,
+        reserved: ReservedPrompt,
         worker: Option<(&str, i64)>,
         now: Instant,
     ) -> Reservation {
@@ -278,7 +280,7 @@ mod tests {
     }
 
     fn sent(loads: &Loads, now: Instant) -> f64 {
-        loads.lock(now).of("a", 0).map_or(0.0, |work| work.sent(now))
+        loads.lock(now).of("a", 0).map_or(0.0, |work| work.sent_requests(now))
     }
 
     #[test]
@@ -322,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_of_which_nothing_counts_are_forgotten() {
+    fn idle_workers_are_forgotten() {
         let loads = loads();
         let now = Instant::now();
         let mut state = loads.lock(now);
@@ -347,7 +349,7 @@ mod tests {
         loads.join("c", 0, &peers[..2]);
         loads.join("a", 0, &peers[..2]);
         let later = Instant::now();
-        let sent = |name: &str, at: Instant| loads.lock(now).of(name, 0).unwrap().sent(at);
+        let sent = |name: &str, at: Instant| loads.lock(now).of(name, 0).unwrap().sent_requests(at);
         assert_eq!(sent("a", later), 3.0);
         assert_eq!(sent("c", later), 2.0);
         assert_eq!(sent("c", later + HALF_LIFE), 1.0);
@@ -415,8 +417,8 @@ mod tests {
         end: Instant,
     }
 
-    fn reserved(tokens: u64) -> Reserved {
-        Reserved {
+    fn reserved(tokens: u64) -> ReservedPrompt {
+        ReservedPrompt {
             tenant: "t".into(),
             group: "g".into(),
             model: "m".into(),
@@ -433,7 +435,7 @@ mod tests {
 
         /// The counts of each worker equal those of a model that lists all reservations. Clients can omit, repeat or invent calls.
         #[test]
-        fn counts_are_those_of_a_list(steps in prop::collection::vec(step(), 1..250)) {
+        fn counts_equal_those_of_a_list(steps in prop::collection::vec(step(), 1..250)) {
             let loads = Loads::new(Duration::from_secs(5), LIMIT);
             let mut now = Instant::now();
             let mut known: Vec<Known> = Vec::new();
@@ -450,7 +452,7 @@ mod tests {
                         prop_assert_eq!(room.is_ok(), is_replaced || known.len() < LIMIT);
                         if room.is_ok() {
                             known.retain(|one| Some(&one.id) != id.as_ref());
-                            let wanted = Wanted { id: id.as_deref(), time: Duration::from_secs(seconds) };
+                            let wanted = ReservationRequest { id: id.as_deref(), time: Duration::from_secs(seconds) };
                             let place = Some((WORKERS[worker], 0));
                             let reservation = state.reserve(&wanted, reserved(tokens), place, now);
                             made += 1;
@@ -509,11 +511,11 @@ mod tests {
     }
 
     #[test]
-    fn a_report_corrects_what_was_counted() {
+    fn a_report_replaces_counted_requests() {
         let loads = Loads::new(Duration::from_secs(60), LIMIT);
         let now = Instant::now();
         let reserve = |seconds: u64| {
-            let wanted = Wanted {
+            let wanted = ReservationRequest {
                 id: None,
                 time: Duration::from_secs(seconds),
             };
@@ -538,7 +540,7 @@ mod tests {
     fn names_are_not_repeated() {
         let loads = Loads::new(Duration::from_secs(60), 1_000);
         let now = Instant::now();
-        let wanted = Wanted {
+        let wanted = ReservationRequest {
             id: None,
             time: Duration::from_secs(60),
         };

@@ -11,7 +11,7 @@ use crate::work::{Progress, Work, WorkNumber};
 
 /// A requested reservation.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
+pub struct ReservationRequest<'a> {
     /// Name of the reservation, which replaces an open reservation of this name. None for a new name.
     pub id: Option<&'a str>,
     /// The time after which the reservation expires.
@@ -20,7 +20,7 @@ pub struct Wanted<'a> {
 
 /// The prompt and the worker of a reservation.
 #[derive(Clone, Debug, Serialize)]
-pub struct Reserved {
+pub struct ReservedPrompt {
     /// Tenant of the worker.
     pub tenant: String,
     /// Routing group of the worker.
@@ -46,7 +46,7 @@ pub struct Reservation {
     pub id: String,
     /// Prompt for which the reservation was made.
     #[serde(flatten)]
-    pub reserved: Reserved,
+    pub reserved: ReservedPrompt,
     /// Progress of the request.
     pub progress: Progress,
     /// Number of tokens of the answer, as last reported by the client.
@@ -85,15 +85,15 @@ pub struct ReservationCounts {
 
 /// The error if the maximum number of reservations is open.
 #[derive(Clone, Copy, Debug)]
-pub struct TooMany {
+pub struct TooManyReservations {
     /// Maximum number of open reservations.
     pub limit: usize,
 }
 
 /// An open reservation.
 #[derive(Debug)]
-pub(crate) struct Open {
-    reserved: Reserved,
+pub(crate) struct OpenReservation {
+    reserved: ReservedPrompt,
     worker: Option<WorkNumber>,
     progress: Progress,
     output_tokens: u64,
@@ -101,7 +101,7 @@ pub(crate) struct Open {
     end: (Instant, u64),
 }
 
-impl Open {
+impl OpenReservation {
     pub(crate) fn view(&self, id: &Arc<str>, now: Instant) -> Reservation {
         Reservation {
             id: id.to_string(),
@@ -116,7 +116,7 @@ impl Open {
 /// All open reservations.
 #[derive(Debug)]
 pub(crate) struct Reservations {
-    pub(crate) open: HashMap<Arc<str>, Open>,
+    pub(crate) open: HashMap<Arc<str>, OpenReservation>,
     /// Names of reservations by the time of their expiry.
     pub(crate) ends: BTreeMap<(Instant, u64), Arc<str>>,
     limit: usize,
@@ -139,12 +139,12 @@ impl Reservations {
     }
 
     /// Returns an error if a reservation of this name would exceed the limit.
-    pub(crate) fn check_room(&mut self, id: Option<&str>) -> Result<(), TooMany> {
+    pub(crate) fn check_room(&mut self, id: Option<&str>) -> Result<(), TooManyReservations> {
         if self.open.len() < self.limit || id.is_some_and(|id| self.open.contains_key(id)) {
             return Ok(());
         }
         self.counts.refused += 1;
-        Err(TooMany { limit: self.limit })
+        Err(TooManyReservations { limit: self.limit })
     }
 
     /// Ends the open reservation of this name, if there is one; another reservation replaces it.
@@ -158,14 +158,14 @@ impl Reservations {
     pub(crate) fn add(
         &mut self,
         (id, time): (Option<&str>, Duration),
-        reserved: Reserved,
+        reserved: ReservedPrompt,
         worker: Option<WorkNumber>,
         now: Instant,
     ) -> Reservation {
         self.serial += 1;
         let id: Arc<str> = id.map_or_else(|| self.name(), Arc::from);
         let end = (now + time, self.serial);
-        let open = Open {
+        let open = OpenReservation {
             reserved,
             worker,
             progress: Progress::Waiting,
@@ -202,7 +202,7 @@ impl Reservations {
         id: &str,
         workers: &mut HashMap<WorkNumber, Work>,
         is_finished: bool,
-    ) -> Option<(Arc<str>, Open)> {
+    ) -> Option<(Arc<str>, OpenReservation)> {
         let (id, open) = self.open.remove_entry(id)?;
         self.ends.remove(&open.end);
         if let Some(work) = open.worker.and_then(|worker| workers.get_mut(&worker)) {

@@ -4,7 +4,7 @@
 //! `/v1/select` and the policy `prefix-aware` of `kvevents.routing` choose by these scores.
 
 /// Difference up to which scores, or shares, are equal. Sums of the same values in different orders differ by less.
-pub const EQUAL: f64 = 1e-9;
+pub const TOLERANCE: f64 = 1e-9;
 
 /// Weights of cached tokens by tier. A tier without a weight has the lowest weight.
 #[derive(Clone, Debug)]
@@ -27,7 +27,7 @@ impl TierWeights {
     ///
     /// The order of the tiers does not change: the prefix of a slower tier includes the prefixes of faster tiers, and a token of a faster
     /// tier must not count with the weight of a slower tier.
-    pub fn multiplied(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
+    pub fn with_factors(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
         Self {
             best_first: (self.best_first.iter())
                 .map(|&(at, weight)| (at, weight * factor(at)))
@@ -40,7 +40,7 @@ impl TierWeights {
     ///
     /// `tokens` is the length of the prefix over all tiers. `reach` takes the position of a weight, and returns the length of the prefix on
     /// its tier and on faster tiers. Each token counts on the best tier whose prefix includes it.
-    pub fn saved(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
+    pub fn saved_share(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
         if let Some(&(best, worth)) = self.best_first.first()
             && 0 < tokens
             && tokens <= whole
@@ -161,7 +161,7 @@ fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f
 /// Returns the positions of the candidates with the smallest score. If there are several, returns only those that compute least.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
-        let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
+        let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + TOLERANCE;
         among.into_iter().filter(|&at| of(&scores[at]) <= bound).collect()
     };
     let equal = least(|one| one.score, (0..scores.len()).collect());
@@ -246,8 +246,9 @@ mod tests {
 
     #[test]
     fn tokens_count_for_the_best_tier_that_reaches_them() {
-        let saved =
-            |weights: [f64; 3], tokens, whole, tiers: [u64; 3]| TierWeights::new(weights).saved(tokens, whole, |at| tiers[at]);
+        let saved = |weights: [f64; 3], tokens, whole, tiers: [u64; 3]| {
+            TierWeights::new(weights).saved_share(tokens, whole, |at| tiers[at])
+        };
         let weights = [1.0, 0.8, 0.5];
         assert_eq!(saved(weights, 100, 200, [100, 100, 100]), 0.5);
         assert_eq!(saved(weights, 100, 100, [50, 100, 100]), 0.5 + 0.8 * 0.5);
@@ -256,10 +257,10 @@ mod tests {
     }
 
     #[test]
-    fn tokens_stay_with_their_tier_however_far_it_is_believed() {
-        let weights = TierWeights::new([1.0, 0.8, 0.5]).multiplied(|at| if at == 1 { 0.5 } else { 1.0 }, 1.0);
-        assert_eq!(weights.saved(100, 100, |at| [50, 100, 100][at]), 0.5 + 0.4 * 0.5);
-        assert_eq!(weights.saved(100, 100, |at| [50, 50, 100][at]), 0.5 + 0.5 * 0.5);
+    fn tokens_stay_with_their_tier_whatever_its_factor() {
+        let weights = TierWeights::new([1.0, 0.8, 0.5]).with_factors(|at| if at == 1 { 0.5 } else { 1.0 }, 1.0);
+        assert_eq!(weights.saved_share(100, 100, |at| [50, 100, 100][at]), 0.5 + 0.4 * 0.5);
+        assert_eq!(weights.saved_share(100, 100, |at| [50, 50, 100][at]), 0.5 + 0.5 * 0.5);
     }
 
     #[test]
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_are_chosen_from() {
+    fn only_the_nearest_workers_can_be_chosen() {
         assert_eq!(nearest(&[2, 1, 2, 1]), [1, 3]);
         assert!(nearest(&[]).is_empty());
     }

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::choice::{Contender, Labels, Question, Terms, Tiers, choose};
+use crate::choice::{Contender, Labels, Question, ScoreWeights, Tiers, choose};
 use crate::loads::Loads;
 use crate::ties::{Tie, Ties};
 use crate::trust::{State, Trust};
@@ -14,7 +14,7 @@ use kvevents_index::holders::placements::TIERS;
 /// If the question has another form, or no candidates.
 pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u8>, String> {
     #[derive(Deserialize)]
-    struct Given {
+    struct CandidateInput {
         instance: String,
         rank: i64,
         #[serde(default)]
@@ -32,7 +32,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u
         tiers: Option<[u32; TIERS.len()]>,
     }
 
-    impl Given {
+    impl CandidateInput {
         fn contender(&self) -> Contender<'_> {
             Contender {
                 instance: &self.instance,
@@ -53,7 +53,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u
     }
 
     #[derive(Deserialize)]
-    struct Input {
+    struct QuestionInput {
         scope: [String; 3],
         prompt_tokens: usize,
         tie: Tie,
@@ -61,12 +61,12 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u
         ignores_cache: bool,
         #[serde(default)]
         session: Option<String>,
-        terms: Terms,
-        candidates: Vec<Given>,
+        terms: ScoreWeights,
+        candidates: Vec<CandidateInput>,
     }
 
-    let input: Input = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
-    let contenders: Vec<Contender<'_>> = input.candidates.iter().map(Given::contender).collect();
+    let input: QuestionInput = rmp_serde::from_slice(question).map_err(|error| error.to_string())?;
+    let contenders: Vec<Contender<'_>> = input.candidates.iter().map(CandidateInput::contender).collect();
     let question = Question {
         scope: input.scope.each_ref().map(String::as_str),
         prompt_tokens: input.prompt_tokens,

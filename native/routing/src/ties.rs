@@ -90,7 +90,7 @@ impl Ties {
     }
 
     /// Records that a worker was chosen, so that it is the last one in the rotation.
-    pub fn took(&self, key: u64) {
+    pub fn record_choice(&self, key: u64) {
         let mut guard = self.turns.lock();
         let turns = &mut *guard;
         turns.number += 1;
@@ -106,7 +106,7 @@ impl Ties {
     }
 
     /// Number of workers whose last choice is stored.
-    pub fn remembered(&self) -> usize {
+    pub fn worker_count(&self) -> usize {
         self.turns.lock().last.len()
     }
 }
@@ -122,7 +122,7 @@ mod tests {
         let mut seen = Vec::new();
         for _ in 0..8 {
             let place = ties.pick(Tie::Rotate, &equal);
-            ties.took(equal[place]);
+            ties.record_choice(equal[place]);
             seen.push(place);
         }
         assert_eq!(seen[..4], seen[4..]);
@@ -138,9 +138,9 @@ mod tests {
     fn memory_is_bounded() {
         let ties = Ties::by_chance();
         for key in 0..2 * MAX_TURNS as u64 {
-            ties.took(key);
+            ties.record_choice(key);
         }
-        assert_eq!(ties.remembered(), MAX_TURNS);
+        assert_eq!(ties.worker_count(), MAX_TURNS);
         assert_eq!(ties.turns.lock().by_number.len(), MAX_TURNS);
     }
 }

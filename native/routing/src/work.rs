@@ -25,17 +25,17 @@ pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
 const CHOICE_HALF_LIFE: Duration = Duration::from_secs(60);
 
 /// Maximum decayed number of requests that counts as 0.
-const NEGLIGIBLE: f64 = 0.01;
+const NEGLIGIBLE_REQUESTS: f64 = 0.01;
 
 /// A number of requests that decays.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Decaying {
+pub(crate) struct DecayingCount {
     pub(crate) count: f64,
     /// The time at which the engine had `count` requests.
     pub(crate) at: Instant,
 }
 
-impl Decaying {
+impl DecayingCount {
     pub(crate) fn at(self, now: Instant) -> f64 {
         self.halved(now, HALF_LIFE)
     }
@@ -43,7 +43,7 @@ impl Decaying {
     fn halved(self, now: Instant, half_life: Duration) -> f64 {
         let halvings = now.saturating_duration_since(self.at).as_secs_f64() / half_life.as_secs_f64();
         let count = self.count * (-halvings).exp2();
-        if count > NEGLIGIBLE { count } else { 0.0 }
+        if count > NEGLIGIBLE_REQUESTS { count } else { 0.0 }
     }
 }
 
@@ -62,9 +62,9 @@ pub(crate) struct Reading {
 pub(crate) struct Work {
     pub(crate) reading: Option<Reading>,
     /// Number of selections without a reservation; it decays.
-    pub(crate) unreserved: Decaying,
+    pub(crate) unreserved: DecayingCount,
     /// Number of selections and reservations together; it decays.
-    chosen: Decaying,
+    chosen: DecayingCount,
     /// Number of requests with which the worker began, and the time of the beginning.
     initial: (f64, Instant),
     /// Number of waiting reservations, which have no token yet.
@@ -80,8 +80,8 @@ impl Work {
     pub(crate) fn new(now: Instant, requests: f64, chosen: f64) -> Self {
         Self {
             reading: None,
-            unreserved: Decaying { count: 0.0, at: now },
-            chosen: Decaying { count: chosen, at: now },
+            unreserved: DecayingCount { count: 0.0, at: now },
+            chosen: DecayingCount { count: chosen, at: now },
             initial: (requests, now),
             waiting: 0,
             waiting_tokens: 0,
@@ -90,16 +90,16 @@ impl Work {
     }
 
     /// Whether the worker can be forgotten: it has no reservation, and no other request counts.
-    pub(crate) fn is_nothing(&self, now: Instant, max_age: Duration) -> bool {
+    pub(crate) fn is_idle(&self, now: Instant, max_age: Duration) -> bool {
         self.reserved() == 0
-            && self.reported(now, max_age).is_none()
+            && self.reported_requests(now, max_age).is_none()
             && self.unreserved.at(now) == 0.0
-            && self.begun_with(now) == 0.0
+            && self.initial_requests(now) == 0.0
     }
 
     /// Counts a choice of the worker.
     pub(crate) fn choose(&mut self, now: Instant) {
-        self.chosen = Decaying {
+        self.chosen = DecayingCount {
             count: self.chosen(now) + 1.0,
             at: now,
         };
@@ -117,7 +117,7 @@ impl Work {
 
     /// The number of requests that the engine has reported, corrected by requests that began or ended after the report. None without a
     /// recent reading.
-    pub(crate) fn reported(&self, now: Instant, max_age: Duration) -> Option<f64> {
+    pub(crate) fn reported_requests(&self, now: Instant, max_age: Duration) -> Option<f64> {
         let reading = self
             .reading
             .filter(|reading| now.saturating_duration_since(reading.arrived) <= max_age)?;
@@ -125,17 +125,17 @@ impl Work {
     }
 
     /// The number of requests as this process knows it: reservations, decayed selections, and requests with which the worker began.
-    pub(crate) fn sent(&self, now: Instant) -> f64 {
-        self.reserved() as f64 + self.unreserved.at(now) + self.begun_with(now)
+    pub(crate) fn sent_requests(&self, now: Instant) -> f64 {
+        self.reserved() as f64 + self.unreserved.at(now) + self.initial_requests(now)
     }
 
     /// Returns how many of the requests with which the worker began count: the number is halved at the end of each `HALF_LIFE`. With a
     /// gradual decay, a new worker would get every prompt in the first seconds.
-    fn begun_with(&self, now: Instant) -> f64 {
+    fn initial_requests(&self, now: Instant) -> f64 {
         let (requests, at) = self.initial;
         let halvings = (now.saturating_duration_since(at).as_secs_f64() / HALF_LIFE.as_secs_f64()).floor();
         let left = requests * (-halvings).exp2();
-        if left > NEGLIGIBLE { left } else { 0.0 }
+        if left > NEGLIGIBLE_REQUESTS { left } else { 0.0 }
     }
 
     /// The work, in tokens, of `requests` requests. A request without a reservation, or with its first token, counts as `each` tokens.
@@ -181,7 +181,7 @@ impl Work {
 
 /// The source of a worker's number of requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Requests {
+pub(crate) enum RequestCount {
     /// The engine has reported it.
     Reported(f64),
     /// This process has counted it.

@@ -24,7 +24,7 @@ pub(crate) struct Row {
 
 impl Row {
     /// Returns the row of a worker that holds no token.
-    pub(crate) fn nothing(place: u32) -> Self {
+    pub(crate) fn empty(place: u32) -> Self {
         Self {
             place,
             gpu: 0,
@@ -129,7 +129,7 @@ fn trust(table: &Table, ranks: &[Row], out: &mut String) {
 
 /// The match of one worker, and its trust.
 #[derive(serde::Serialize)]
-pub(crate) struct Held<'a> {
+pub(crate) struct TrustedMatch<'a> {
     instance: &'a str,
     rank: i64,
     url: Option<&'a str>,
@@ -141,10 +141,10 @@ pub(crate) struct Held<'a> {
 }
 
 /// The matches of several workers.
-pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
+pub(crate) fn trusted_matches<'a>(table: &'a Table, rows: &[Row]) -> Vec<TrustedMatch<'a>> {
     let held = |row: &Row| {
         let worker = table.worker(row.place);
-        Held {
+        TrustedMatch {
             instance: &worker.instance,
             rank: worker.rank,
             url: worker.url.as_deref(),
@@ -162,14 +162,14 @@ pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
 #[derive(serde::Serialize)]
 pub(crate) struct MatchAnswer<'a> {
     pub(crate) prompt_tokens: usize,
-    pub(crate) workers: Vec<Held<'a>>,
+    pub(crate) workers: Vec<TrustedMatch<'a>>,
 }
 
 /// The answer for one prompt of `/v1/match_many`.
 #[derive(serde::Serialize)]
 pub(crate) struct PromptMatch<'a> {
     pub(crate) prompt_tokens: usize,
-    pub(crate) holders: Vec<Held<'a>>,
+    pub(crate) holders: Vec<TrustedMatch<'a>>,
 }
 
 /// The answer of `/v1/match_many`.
@@ -191,10 +191,10 @@ mod tests {
 
     /// Name and rank of a worker, and numbers of tokens that it holds: on the GPU, on faster tiers and the host, on faster tiers and disks,
     /// and over all tiers.
-    type Held = (String, i64, [u32; 4]);
+    type TrustedMatch = (String, i64, [u32; 4]);
 
-    fn table(rows: &[Held]) -> Table {
-        let worker = |(name, rank, _): &Held| {
+    fn table(rows: &[TrustedMatch]) -> Table {
+        let worker = |(name, rank, _): &TrustedMatch| {
             json!({"source": format!("{name}-{rank}"), "rank": rank, "instance": name, "label": "m", "is_hidden": false, "distance": 0,
                 "block_size": null, "scope": {"model": "m", "tenant": "t", "group": "g", "lora": null, "salt": null},
                 "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": false}})
@@ -206,7 +206,7 @@ mod tests {
         changed(&Table::new(index()), &[], &workers.into())
     }
 
-    fn by_rank(own: &[&Held], value: impl Fn(&Held) -> Value) -> Value {
+    fn by_rank(own: &[&TrustedMatch], value: impl Fn(&TrustedMatch) -> Value) -> Value {
         own.iter().map(|row| (row.1.to_string(), value(row))).collect()
     }
 
@@ -217,12 +217,12 @@ mod tests {
             given in prop::collection::vec((r#"[a7%d"\\é ]{1,4}"#, 0..4_i64, prop::array::uniform4(0..9_u32)), 0..6),
         ) {
             let mut seen = HashSet::new();
-            let given: Vec<Held> = given.into_iter().filter(|row| seen.insert((row.0.clone(), row.1))).collect();
+            let given: Vec<TrustedMatch> = given.into_iter().filter(|row| seen.insert((row.0.clone(), row.1))).collect();
             let table = table(&given);
             let rows: Vec<Row> = (0..)
                 .zip(&given)
                 .map(|(place, (_, _, [gpu, cpu, disk, tokens]))| Row {
-                    gpu: *gpu, cpu: *cpu, disk: *disk, tokens: *tokens, certain: *tokens, ..Row::nothing(place)
+                    gpu: *gpu, cpu: *cpu, disk: *disk, tokens: *tokens, certain: *tokens, ..Row::empty(place)
                 })
                 .collect();
             let one: Value = serde_json::from_slice(&dynamo(&table, &rows)).unwrap();
@@ -231,7 +231,7 @@ mod tests {
             prop_assert_eq!(one["instances"].as_object().unwrap().len(), names.len());
             prop_assert_eq!(other["t\""].as_object().unwrap().len(), names.len());
             for name in names {
-                let own: Vec<&Held> = given.iter().filter(|row| row.0 == name).collect();
+                let own: Vec<&TrustedMatch> = given.iter().filter(|row| row.0 == name).collect();
                 let most = |at: usize| own.iter().map(|row| row.2[at]).max();
                 let trust = by_rank(&own, |_| json!("EXACT"));
                 let dp = by_rank(&own, |row| json!(row.2[0]));
@@ -240,7 +240,7 @@ mod tests {
                 let dp = by_rank(&own, |row| json!(row.2[3]));
                 let expected = json!({"longest_matched": most(3), "GPU": most(0), "DP": dp, "CPU": most(1), "DISK": most(2), "trust": trust});
                 prop_assert_eq!(&other["t\""][name], &expected);
-                let scored: Vec<&Held> = own.into_iter().filter(|row| row.2[0] > 0).collect();
+                let scored: Vec<&TrustedMatch> = own.into_iter().filter(|row| row.2[0] > 0).collect();
                 let scores = if scored.is_empty() { Value::Null } else { by_rank(&scored, |row| json!(row.2[0])) };
                 prop_assert_eq!(&one["scores"][name], &scores);
             }

@@ -27,7 +27,7 @@ pub(crate) struct InProgress {
 
 impl InProgress {
     pub(crate) fn new(connections: Arc<Connections>, connection: Arc<Connection>, version: Version) -> Self {
-        connections.has_head(&connection, version == Version::HTTP_2, Instant::now());
+        connections.note_head(&connection, version == Version::HTTP_2, Instant::now());
         Self {
             connections,
             connection,
@@ -36,8 +36,8 @@ impl InProgress {
     }
 
     /// Records that the body was received completely.
-    pub(crate) fn is_answering(&self) {
-        self.connections.is_answering(&self.connection, Instant::now());
+    pub(crate) fn note_body_received(&self) {
+        self.connections.note_request_received(&self.connection, Instant::now());
     }
 
     /// Records how many bytes of the body are held in memory. Returns false if so many bytes exceed the limit.
@@ -55,7 +55,7 @@ impl InProgress {
 impl Drop for InProgress {
     fn drop(&mut self) {
         self.hold(0);
-        self.connections.has_answered(&self.connection, Instant::now());
+        self.connections.note_answered(&self.connection, Instant::now());
     }
 }
 
@@ -64,7 +64,7 @@ pub(crate) enum Body {
     /// The whole body.
     Full(Full<Bytes>),
     /// Pieces that the control plane sends, in this order.
-    Pieces(Pieces),
+    Pieces(PieceStream),
     /// A gRPC message, and the status that follows it.
     Message {
         data: Option<Bytes>,
@@ -101,25 +101,25 @@ impl Body {
 
 /// The error of an answer that has begun and that the control plane has given up.
 #[derive(Debug)]
-pub(crate) struct Aborted;
+pub(crate) struct AbortedAnswer;
 
-impl std::fmt::Display for Aborted {
+impl std::fmt::Display for AbortedAnswer {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.write_str("the answer was given up")
     }
 }
 
-impl std::error::Error for Aborted {}
+impl std::error::Error for AbortedAnswer {}
 
 /// An answer that the control plane sends in pieces.
-pub(crate) struct Pieces {
+pub(crate) struct PieceStream {
     receiver: mpsc::Receiver<Bytes>,
     is_complete: Arc<AtomicBool>,
     /// Called when a piece was taken, and when no further piece will be taken.
     on_change: Box<dyn Fn() + Send>,
 }
 
-impl Pieces {
+impl PieceStream {
     /// `is_complete` is set before the last sender is dropped, unless the answer was given up.
     pub(crate) fn new(
         receiver: mpsc::Receiver<Bytes>,
@@ -133,17 +133,17 @@ impl Pieces {
         }
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Aborted>>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, AbortedAnswer>>> {
         let piece = ready!(self.receiver.poll_recv(cx));
         if piece.is_some() {
             (self.on_change)();
         }
         let is_aborted = piece.is_none() && !self.is_complete.load(Ordering::Acquire);
-        Poll::Ready(if is_aborted { Some(Err(Aborted)) } else { piece.map(Ok) })
+        Poll::Ready(if is_aborted { Some(Err(AbortedAnswer)) } else { piece.map(Ok) })
     }
 }
 
-impl Drop for Pieces {
+impl Drop for PieceStream {
     fn drop(&mut self) {
         self.receiver.close();
         (self.on_change)();
@@ -152,9 +152,9 @@ impl Drop for Pieces {
 
 impl hyper::body::Body for Body {
     type Data = Bytes;
-    type Error = Aborted;
+    type Error = AbortedAnswer;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Aborted>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, AbortedAnswer>>> {
         match self.get_mut() {
             Self::Full(body) => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
             Self::Pieces(pieces) => pieces.poll(cx).map_ok(Frame::data),
@@ -188,12 +188,12 @@ impl hyper::body::Body for Body {
 const MAX_PART: usize = 1 << 14;
 
 /// Some bytes of an answer; they count as unread until this value is dropped.
-struct Unsent {
+struct UnreadBytes {
     connection: Arc<Connection>,
     number: u64,
 }
 
-impl Unsent {
+impl UnreadBytes {
     fn new(progress: &InProgress, size: usize) -> Arc<Self> {
         let connection = progress.connection.clone();
         let number = progress.connections.add_unsent(&connection, size, Instant::now());
@@ -201,7 +201,7 @@ impl Unsent {
     }
 }
 
-impl Drop for Unsent {
+impl Drop for UnreadBytes {
     fn drop(&mut self) {
         self.connection.remove_unsent(self.number);
     }
@@ -210,7 +210,7 @@ impl Drop for Unsent {
 /// A part of an answer. Hyper drops the part after writing it.
 struct Part {
     bytes: Bytes,
-    unsent: Arc<Unsent>,
+    unsent: Arc<UnreadBytes>,
 }
 
 impl AsRef<[u8]> for Part {
@@ -226,35 +226,35 @@ impl Drop for Part {
 }
 
 /// The body of an answer that is being sent.
-pub(crate) struct Sending {
+pub(crate) struct OutgoingBody {
     body: Body,
     /// The rest of the present frame, which was not sent yet.
     rest: Bytes,
     /// The unread bytes: those of the whole answer or, if its length is unknown, those of the present frame.
-    unsent: Option<Arc<Unsent>>,
+    unsent: Option<Arc<UnreadBytes>>,
     has_length: bool,
     /// The request, which is in progress until the body ends or the client leaves.
     progress: InProgress,
 }
 
-impl Sending {
+impl OutgoingBody {
     pub(crate) fn new(body: Body, progress: InProgress) -> Self {
         let length = body.length();
         Self {
             body,
             rest: Bytes::new(),
-            unsent: (length > 0).then(|| Unsent::new(&progress, length)),
+            unsent: (length > 0).then(|| UnreadBytes::new(&progress, length)),
             has_length: length > 0,
             progress,
         }
     }
 }
 
-impl hyper::body::Body for Sending {
+impl hyper::body::Body for OutgoingBody {
     type Data = Bytes;
-    type Error = Aborted;
+    type Error = AbortedAnswer;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Aborted>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, AbortedAnswer>>> {
         let this = self.get_mut();
         if this.rest.is_empty() {
             let frame = match ready!(Pin::new(&mut this.body).poll_frame(cx)) {
@@ -266,7 +266,7 @@ impl hyper::body::Body for Sending {
                 Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
             };
             if !this.has_length {
-                this.unsent = (!this.rest.is_empty()).then(|| Unsent::new(&this.progress, this.rest.len()));
+                this.unsent = (!this.rest.is_empty()).then(|| UnreadBytes::new(&this.progress, this.rest.len()));
             }
         }
         let bytes = this.rest.split_to(this.rest.len().min(MAX_PART));

@@ -9,10 +9,10 @@
 //! | Reading | is in the middle of a request: over HTTP/1.1 from its first byte on, over HTTP/2 from the end of its head | `request_seconds`, with 408 |
 //! | Answering | waits for the service, which has its own time limits | never |
 //! | Idle | is kept for the next request | `idle_seconds` |
-//! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING`; further input is discarded |
+//! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING_TIME`; further input is discarded |
 //!
 //! In each state, a connection is closed if its client does not read its answers within `unread_seconds`. In this time, an answer must be
-//! sent completely, or in part; in the latter case, at least `MIN_TAKEN` bytes of all answers of the connection must be sent.
+//! sent completely, or in part; in the latter case, at least `MIN_READ_BYTES` bytes of all answers of the connection must be sent.
 //!
 //! At `max_clients` connections, a new connection replaces a connection without a request in progress. This is the oldest connection that
 //! is older than `YOUNG_TIME` and has sent no request; without such a connection, it is the one that has been idle for the longest time. If
@@ -39,13 +39,13 @@ use crate::settings::Limits;
 pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Time in which a client can read its last answer and close the connection. If the service closed the connection while the client was
 /// sending, the reset would destroy the answer.
-pub(crate) const CLOSING: Duration = Duration::from_secs(2);
+pub(crate) const CLOSING_TIME: Duration = Duration::from_secs(2);
 /// Age below which a connection without a request is not replaced, since its first request can have arrived without having been read.
 const YOUNG_TIME: Duration = Duration::from_millis(50);
 /// Number of request bytes that each connection can hold, whatever other connections hold.
 pub(crate) const FREE_BYTES: usize = 1 << 16;
 /// Number of bytes that a client must read in each period of `unread_seconds`, if it has not read the answer completely.
-const MIN_TAKEN: u64 = 1 << 20;
+const MIN_READ_BYTES: u64 = 1 << 20;
 
 /// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,14 +85,14 @@ pub(crate) enum Order {
 struct Unsent {
     /// Number of bytes of memory that the answer takes.
     size: usize,
-    clock: Clock,
+    clock: ReadDeadline,
     /// Whether a part of the answer was sent after the beginning of the time limit.
     has_progressed: bool,
 }
 
 /// A time limit in which a client must read.
 #[derive(Clone, Copy, Debug)]
-struct Clock {
+struct ReadDeadline {
     end: Instant,
     /// Value of `Inner::taken` at the beginning of the time limit.
     taken: u64,
@@ -117,7 +117,7 @@ struct Inner {
     /// Number of bytes that the socket has accepted.
     taken: u64,
     /// The time limit of the unwritten bytes.
-    stuck_at: Option<Clock>,
+    stuck_at: Option<ReadDeadline>,
     /// Answers that were not sent yet, by ID.
     unsent: HashMap<u64, Unsent>,
     /// ID of the newest answer.
@@ -130,17 +130,17 @@ impl Inner {
         self.unsent.values().map(|one| one.size).sum::<usize>().max(self.unwritten)
     }
 
-    fn clock(&self, end: Instant) -> Clock {
-        Clock { end, taken: self.taken }
+    fn clock(&self, end: Instant) -> ReadDeadline {
+        ReadDeadline { end, taken: self.taken }
     }
 
     /// Whether the client has failed to read in time. Restarts each time limit that has passed.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
-        let mut check = |clock: &mut Clock, has_progressed: bool| {
+        let mut check = |clock: &mut ReadDeadline, has_progressed: bool| {
             if now >= clock.end {
-                is_stuck |= !has_progressed || taken - clock.taken < MIN_TAKEN;
+                is_stuck |= !has_progressed || taken - clock.taken < MIN_READ_BYTES;
                 *clock = again;
             }
         };
@@ -397,7 +397,7 @@ impl Connections {
     // --- the progress of connections
 
     /// Records that bytes have arrived on a connection. The first bytes of a request set its deadline; later bytes do not.
-    pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
+    pub(crate) fn note_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if matches!(inner.state, State::New | State::Idle) && !inner.is_http2 {
             inner.is_in_head = true;
@@ -406,7 +406,7 @@ impl Connections {
     }
 
     /// Records that the head of a request is complete. After this, connections without a request are replaced before this connection.
-    pub(crate) fn has_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
+    pub(crate) fn note_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
             let was_idle = inner.state == State::Idle;
@@ -414,7 +414,7 @@ impl Connections {
             inner.is_http2 = is_http2;
             inner.active += 1;
             if was_idle {
-                // If the head arrived together with the previous request, or over HTTP/2, `has_received` has not begun this state.
+                // If the head arrived together with the previous request, or over HTTP/2, `note_received` has not begun this state.
                 enter(&mut inner, State::Reading, now, Some(self.limits.request()));
             }
             !connection.is_reserved
@@ -428,7 +428,7 @@ impl Connections {
     }
 
     /// Records that a request was received completely.
-    pub(crate) fn is_answering(&self, connection: &Connection, now: Instant) {
+    pub(crate) fn note_request_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
             enter(&mut inner, State::Answering, now, None);
@@ -436,7 +436,7 @@ impl Connections {
     }
 
     /// Records that an answer is complete.
-    pub(crate) fn has_answered(&self, connection: &Connection, now: Instant) {
+    pub(crate) fn note_answered(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.active = inner.active.saturating_sub(1);
         if inner.active == 0 && inner.state != State::Closing {
@@ -446,20 +446,20 @@ impl Connections {
 
     /// Records that the client has closed its sending side. Returns whether the client might wait for an answer; the time for this is
     /// limited.
-    pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
+    pub(crate) fn note_left(&self, connection: &Connection, now: Instant) -> bool {
         let mut inner = connection.inner.lock();
         if inner.state == State::Answering && inner.active > 0 {
-            inner.deadline.get_or_insert(now + CLOSING);
+            inner.deadline.get_or_insert(now + CLOSING_TIME);
             return true;
         }
         false
     }
 
     /// Records that the last answer was written.
-    pub(crate) fn is_closing(&self, connection: &Connection, now: Instant) {
+    pub(crate) fn note_closing(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
-            enter(&mut inner, State::Closing, now, Some(CLOSING));
+            enter(&mut inner, State::Closing, now, Some(CLOSING_TIME));
         }
     }
 
@@ -487,14 +487,14 @@ impl Connections {
     }
 
     /// Records that the socket has accepted `written` bytes of answers, and that `left` bytes wait.
-    pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
+    pub(crate) fn note_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
         inner.unwritten = left;
         if left == 0 {
             inner.stuck_at = None;
             if inner.state == State::Closing && written > 0 {
-                enter(&mut inner, State::Closing, now, Some(CLOSING));
+                enter(&mut inner, State::Closing, now, Some(CLOSING_TIME));
             }
         } else if inner.stuck_at.is_none() {
             inner.stuck_at = Some(inner.clock(now + self.limits.unread_time()));
@@ -532,7 +532,7 @@ impl Connections {
                 inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
             let (state, is_in_head, size) = (inner.state, inner.is_in_head, inner.unread());
             if is_due && (state == State::Idle || (state == State::Reading && is_in_head)) {
-                enter(&mut inner, State::Closing, now, Some(CLOSING));
+                enter(&mut inner, State::Closing, now, Some(CLOSING_TIME));
             }
             drop(inner);
             match state {
@@ -598,12 +598,12 @@ fn enter(inner: &mut Inner, state: State, now: Instant, time: Option<Duration>) 
 mod tests {
     use super::*;
 
-    struct Scene {
+    struct Fixture {
         connections: Connections,
         now: Instant,
     }
 
-    impl Scene {
+    impl Fixture {
         fn new(change: impl FnOnce(&mut Limits)) -> Self {
             let mut limits = Limits {
                 max_clients: 3,
@@ -634,9 +634,9 @@ mod tests {
 
         /// Simulates a complete request.
         fn ask(&self, connection: &Arc<Connection>) {
-            self.connections.has_received(connection, self.now);
-            self.connections.has_head(connection, false, self.now);
-            self.connections.is_answering(connection, self.now);
+            self.connections.note_received(connection, self.now);
+            self.connections.note_head(connection, false, self.now);
+            self.connections.note_request_received(connection, self.now);
         }
 
         fn closed(&self) -> Vec<(&'static str, u64)> {
@@ -654,12 +654,12 @@ mod tests {
 
     #[test]
     fn each_state_ends() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let [silent, slow, idle] = [scene.admit(), scene.admit(), scene.admit()];
-        scene.connections.has_received(&slow, scene.now);
+        scene.connections.note_received(&slow, scene.now);
         scene.ask(&idle);
         scene.after(4.9);
-        scene.connections.has_received(&slow, scene.now); // another byte
+        scene.connections.note_received(&slow, scene.now); // another byte
         assert!([&silent, &slow, &idle].iter().all(|each| each.order() == Order::GoOn));
         scene.after(0.2);
         assert_eq!(
@@ -672,12 +672,12 @@ mod tests {
             Order::GoOn,
             "the service itself bounds how long an answer takes"
         );
-        scene.connections.has_answered(&idle, scene.now);
+        scene.connections.note_answered(&idle, scene.now);
         scene.after(49.9);
         assert_eq!(idle.order(), Order::GoOn);
         scene.after(0.2);
         assert_eq!(idle.order(), Order::Close);
-        scene.after(CLOSING.as_secs_f64() + 0.1);
+        scene.after(CLOSING_TIME.as_secs_f64() + 0.1);
         assert_eq!([slow.order(), idle.order()], [Order::Abort, Order::Abort]);
         assert!(scene.connections.is_empty());
         assert_eq!(scene.closed(), [("idle", 1), ("not-closed", 2), ("silent", 1)]);
@@ -685,14 +685,14 @@ mod tests {
 
     #[test]
     fn frames_between_requests_of_http_2_are_no_request() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let client = scene.admit();
-        scene.connections.has_received(&client, scene.now);
-        scene.connections.has_head(&client, true, scene.now);
-        scene.connections.is_answering(&client, scene.now);
-        scene.connections.has_answered(&client, scene.now);
+        scene.connections.note_received(&client, scene.now);
+        scene.connections.note_head(&client, true, scene.now);
+        scene.connections.note_request_received(&client, scene.now);
+        scene.connections.note_answered(&client, scene.now);
         for order in [Order::GoOn, Order::Close] {
-            scene.connections.has_received(&client, scene.now);
+            scene.connections.note_received(&client, scene.now);
             scene.after(25.1);
             assert_eq!(client.order(), order);
         }
@@ -700,10 +700,10 @@ mod tests {
 
     #[test]
     fn a_new_connection_takes_the_place_of_an_idle_one() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let [first, busy, silent] = [scene.admit(), scene.admit(), scene.admit()];
         scene.ask(&first);
-        scene.connections.has_answered(&first, scene.now);
+        scene.connections.note_answered(&first, scene.now);
         scene.ask(&busy);
         scene.now += Duration::from_secs(1);
         let newer = scene.admit();
@@ -719,15 +719,15 @@ mod tests {
     }
 
     #[test]
-    fn what_a_young_connection_has_sent_is_read_first() {
-        let mut scene = Scene::new(|_| {});
+    fn a_young_connection_is_not_replaced() {
+        let mut scene = Fixture::new(|_| {});
         let made = [scene.admit(), scene.admit(), scene.admit()];
         assert!(matches!(scene.connections.admit(scene.now), Admission::Later));
         for each in &made {
             scene.ask(each);
         }
         assert!(scene.admit().is_reserved);
-        scene.connections.has_answered(&made[1], scene.now);
+        scene.connections.note_answered(&made[1], scene.now);
         scene.admit();
         scene.now += YOUNG_TIME;
         scene.admit();
@@ -735,8 +735,8 @@ mod tests {
     }
 
     #[test]
-    fn beyond_the_limit_some_are_reserved() {
-        let scene = Scene::new(|_| {});
+    fn connections_above_the_limit_are_reserved() {
+        let scene = Fixture::new(|_| {});
         for connection in [scene.admit(), scene.admit(), scene.admit()] {
             scene.ask(&connection);
         }
@@ -752,29 +752,29 @@ mod tests {
     }
 
     #[test]
-    fn a_reserved_one_that_waits_for_a_body_makes_room() {
-        let scene = Scene::new(|limits| limits.max_clients = 1);
+    fn a_reserved_connection_without_a_complete_body_is_replaced() {
+        let scene = Fixture::new(|limits| limits.max_clients = 1);
         scene.ask(&scene.admit());
         let [one, two] = [scene.admit(), scene.admit()];
         scene.ask(&one);
-        scene.connections.has_received(&two, scene.now);
-        scene.connections.has_head(&two, false, scene.now);
+        scene.connections.note_received(&two, scene.now);
+        scene.connections.note_head(&two, false, scene.now);
         assert!(scene.admit().is_reserved);
         assert_eq!([one.order(), two.order()], [Order::GoOn, Order::Abort]);
     }
 
     #[test]
     fn a_client_must_read_its_answers() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let made = [scene.admit(), scene.admit(), scene.admit()];
         for each in &made {
             scene.ask(each);
-            scene.connections.has_written(each, 0, 5 << 20, scene.now);
+            scene.connections.note_written(each, 0, 5 << 20, scene.now);
         }
         let [slow, stuck, quick] = &made;
         for left in [4 << 20, 3 << 20] {
-            scene.connections.has_written(slow, 1 << 20, left, scene.now);
-            scene.connections.has_written(quick, left, 0, scene.now);
+            scene.connections.note_written(slow, 1 << 20, left, scene.now);
+            scene.connections.note_written(quick, left, 0, scene.now);
             scene.after(8.1);
             assert_eq!(
                 [slow.order(), stuck.order(), quick.order()],
@@ -788,7 +788,7 @@ mod tests {
 
     #[test]
     fn each_answer_must_be_sent() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let made = [scene.admit(), scene.admit(), scene.admit()];
         let [stuck, slow, quick] = &made;
         let numbers = made.each_ref().map(|each| {
@@ -798,10 +798,10 @@ mod tests {
         assert_eq!(scene.connections.unread(), 15 << 20);
         for _ in 0..2 {
             // The client reads other answers.
-            scene.connections.has_written(stuck, 4 << 20, 0, scene.now);
+            scene.connections.note_written(stuck, 4 << 20, 0, scene.now);
             for (each, number, written) in [(slow, numbers[1], 1 << 10), (quick, numbers[2], 1 << 20)] {
                 each.has_progressed(number);
-                scene.connections.has_written(each, written, 0, scene.now);
+                scene.connections.note_written(each, written, 0, scene.now);
             }
             scene.after(8.1);
             assert_eq!(
@@ -817,25 +817,25 @@ mod tests {
 
     #[test]
     fn an_answer_must_make_progress_in_each_period() {
-        let mut scene = Scene::new(|_| {});
+        let mut scene = Fixture::new(|_| {});
         let client = scene.admit();
         scene.ask(&client);
         let number = scene.connections.add_unsent(&client, 5 << 20, scene.now);
         client.has_progressed(number);
         for order in [Order::GoOn, Order::Abort] {
-            scene.connections.has_written(&client, 1 << 20, 0, scene.now);
+            scene.connections.note_written(&client, 1 << 20, 0, scene.now);
             scene.after(8.1);
             assert_eq!(client.order(), order);
         }
     }
 
     #[test]
-    fn answers_that_are_not_read_have_a_bound_over_all_connections() {
-        let mut scene = Scene::new(|limits| limits.max_unread_bytes = 1000);
+    fn unread_answers_of_all_connections_are_bounded() {
+        let mut scene = Fixture::new(|limits| limits.max_unread_bytes = 1000);
         let made = [scene.admit(), scene.admit(), scene.admit()];
         for (each, size) in made.iter().zip([300, 600, 400]) {
             scene.ask(each);
-            scene.connections.has_written(each, 0, size, scene.now);
+            scene.connections.note_written(each, 0, size, scene.now);
         }
         scene.after(0.1);
         let orders: Vec<Order> = made.iter().map(|each| each.order()).collect();
@@ -845,7 +845,7 @@ mod tests {
 
     #[test]
     fn every_connection_may_hold_a_small_request() {
-        let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
+        let scene = Fixture::new(|limits| limits.max_received_bytes = 1000);
         let [large, small] = [scene.admit(), scene.admit()];
         assert!(scene.connections.hold(&large, 0, FREE_BYTES + 1000));
         assert!(scene.connections.hold(&small, 0, FREE_BYTES));
@@ -857,7 +857,7 @@ mod tests {
 
     #[test]
     fn requests_of_one_connection_count_together() {
-        let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
+        let scene = Fixture::new(|limits| limits.max_received_bytes = 1000);
         let one = scene.admit();
         assert!(scene.connections.hold(&one, 0, FREE_BYTES));
         assert!(scene.connections.hold(&one, 0, 600));

@@ -18,7 +18,7 @@ use hyper::http::request::Parts;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::body::{Body, Pieces};
+use crate::body::{Body, PieceStream};
 use crate::settings::{Access, decoded_path};
 
 /// Maximum number of pieces of one answer that wait to be sent.
@@ -172,7 +172,7 @@ impl Request {
         let number = self.control_plane.streams.fetch_add(1, Ordering::Relaxed);
         let is_complete = Arc::new(AtomicBool::new(false));
         let control_plane = self.control_plane.clone();
-        let pieces = Pieces::new(receiver, is_complete.clone(), move || {
+        let pieces = PieceStream::new(receiver, is_complete.clone(), move || {
             control_plane.push(Event::Changed(number));
         });
         self.answer(status, headers, Body::Pieces(pieces))?;

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 
 use crate::fleet::Scope;
-use kvevents_routing::Selected;
+use kvevents_routing::Selection;
 
 /// Maximum number of choices in the sample.
 const MAX_DECISIONS: usize = 64;
@@ -41,7 +41,7 @@ impl Decisions {
     }
 
     /// Stores a choice.
-    pub(crate) fn add(&self, scope: &Scope, prompt_tokens: usize, selected: &Selected<'_>) {
+    pub(crate) fn add(&self, scope: &Scope, prompt_tokens: usize, selected: &Selection<'_>) {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         let mut selection = json!(selected);
         for name in ["considered", "unreachable"] {

@@ -22,7 +22,7 @@ use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::keys;
 use kvevents_index::lookup::Matches;
 use kvevents_index::prefix_index::PrefixIndex;
-use kvevents_routing::{Loads, Terms, Ties, Trust, WorkerTrust};
+use kvevents_routing::{Loads, ScoreWeights, Ties, Trust, WorkerTrust};
 
 /// A query that the data plane can answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +32,12 @@ pub(crate) enum Question {
     Match,
     MatchMany,
     Select,
-    Reservation(Verb),
+    Reservation(ReservationAction),
 }
 
 /// The action of a request on a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verb {
+pub(crate) enum ReservationAction {
     Show,
     Update,
     Finish,
@@ -51,9 +51,9 @@ impl Question {
     pub(crate) fn of(method: &Method, path: &str) -> Option<Self> {
         if path.strip_prefix(RESERVATIONS).is_some_and(requests::is_id) {
             return Some(Self::Reservation(match *method {
-                Method::GET => Verb::Show,
-                Method::POST => Verb::Update,
-                Method::DELETE => Verb::Finish,
+                Method::GET => ReservationAction::Show,
+                Method::POST => ReservationAction::Update,
+                Method::DELETE => ReservationAction::Finish,
                 _ => return None,
             }));
         }
@@ -70,7 +70,7 @@ impl Question {
 
     /// Whether the answer can be msgpack, which is so for all answers in kvevents' own format. Answers in the formats of other services are
     /// JSON.
-    pub(crate) fn is_ours(self) -> bool {
+    pub(crate) fn has_own_format(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
 
@@ -107,13 +107,13 @@ pub(crate) struct Head {
 }
 
 /// The answer to a query.
-pub(crate) struct Answered {
+pub(crate) struct QueryAnswer {
     pub(crate) body: Vec<u8>,
     /// Number of tokens of the prompt that the best worker holds.
     pub(crate) longest: u32,
 }
 
-type Answer = Result<Answered, Declined>;
+type Answer = Result<QueryAnswer, Declined>;
 
 /// Answers queries from the current table.
 pub(crate) struct Endpoints {
@@ -123,12 +123,12 @@ pub(crate) struct Endpoints {
     ties: Ties,
     pub(crate) loads: Arc<Loads>,
     pub(crate) decisions: Decisions,
-    terms: Terms,
+    terms: ScoreWeights,
     unfollowed: (Trust, u8),
 }
 
 impl Endpoints {
-    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics, loads: Arc<Loads>) -> Self {
+    pub(crate) fn new(limits: Limits, terms: ScoreWeights, metrics: Metrics, loads: Arc<Loads>) -> Self {
         Self {
             table: RwLock::default(),
             limits,
@@ -184,8 +184,8 @@ impl Endpoints {
             }
             Question::Reservation(verb) => {
                 let update = match verb {
-                    Verb::Update => self.read(head, body)?,
-                    Verb::Show | Verb::Finish => ReservationUpdate::default(),
+                    ReservationAction::Update => self.read(head, body)?,
+                    ReservationAction::Show | ReservationAction::Finish => ReservationUpdate::default(),
                 };
                 let id = head.reservation.as_deref().unwrap_or_default();
                 self.reservation(verb, id, &update, head.wants_msgpack)
@@ -264,7 +264,7 @@ impl Endpoints {
     /// Answers a gRPC message about a reservation.
     pub(crate) fn answer_reservation(
         &self,
-        verb: Verb,
+        verb: ReservationAction,
         id: &str,
         message: &impl Serialize,
     ) -> Option<Result<Vec<u8>, Problem>> {
@@ -321,7 +321,7 @@ impl Endpoints {
         if head.format != Format::Json {
             return self.read(head, body);
         }
-        let (rest, prompt) = json_tokens::lift(body, name).ok_or(Declined::Unread)?;
+        let (rest, prompt) = json_tokens::extract_array(body, name).ok_or(Declined::Unread)?;
         let mut request = self.read(head, &rest)?;
         *place(&mut request) = Some(prompt);
         Ok(request)
@@ -354,7 +354,7 @@ impl Endpoints {
         table: &Table,
         scopes: &[kvevents_index::Scope],
         tokens: &[u32],
-        options: &Options,
+        options: &LookupOptions,
     ) -> Result<Vec<Row>, Declined> {
         // Engines compute the last token in any case, so the block with this token does not count.
         let usable = if options.whole_prompt {
@@ -371,7 +371,7 @@ impl Endpoints {
             self.rows(table, &matches, &mut rows);
         }
         self.check_present(table)?;
-        self.metrics.lookup(tokens.len(), longest(&rows));
+        self.metrics.lookup(tokens.len(), longest_match(&rows));
         Ok(rows)
     }
 
@@ -382,7 +382,7 @@ impl Endpoints {
             let tokens = request.token_ids.as_deref().ok_or(Declined::Unread)?;
             self.check_tokens(tokens.len())?;
             let found = table.candidates(&request.scope().ok_or(Declined::Unread)?)?;
-            let options = Options {
+            let options = LookupOptions {
                 expected: false,
                 whole_prompt: request.whole_prompt,
             };
@@ -421,7 +421,7 @@ impl Endpoints {
                 }
             }
             self.check_present(table)?;
-            self.metrics.lookup(0, longest(&rows));
+            self.metrics.lookup(0, longest_match(&rows));
             indexer_answer(
                 table,
                 &found,
@@ -436,19 +436,19 @@ impl Endpoints {
             let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
             self.check_tokens(tokens.len())?;
             let found = table.candidates(&checked_scope(request)?)?;
-            let options = Options {
+            let options = LookupOptions {
                 expected: request.expected,
                 whole_prompt: request.whole_prompt,
             };
             let scopes = with_items(&found, &request.mm)?;
             let mut rows = self.find(table, &scopes, tokens, &options)?;
-            let longest = longest(&rows);
+            let longest = longest_match(&rows);
             add_others(&mut rows, &found.workers);
             let answer = MatchAnswer {
                 prompt_tokens: tokens.len(),
-                workers: answers::held(table, &rows),
+                workers: answers::trusted_matches(table, &rows),
             };
-            encoded(&answer, longest, wants_msgpack)
+            encode_answer(&answer, longest, wants_msgpack)
         })
     }
 
@@ -457,7 +457,7 @@ impl Endpoints {
             let prompts = request.checked().ok_or(Declined::Unread)?;
             self.check_tokens(prompts.iter().map(Vec::len).sum())?;
             let found = table.candidates(&checked_scope(request)?)?;
-            let options = Options {
+            let options = LookupOptions {
                 expected: request.expected,
                 whole_prompt: request.whole_prompt,
             };
@@ -466,14 +466,14 @@ impl Endpoints {
             let (mut most, mut held_rows) = (0, 0);
             for tokens in prompts {
                 let rows = self.find(table, &scopes, tokens, &options)?;
-                most = most.max(longest(&rows));
+                most = most.max(longest_match(&rows));
                 held_rows += rows.len();
                 if held_rows > self.limits.max_rows {
                     return Err(Declined::Refused(Problem::too_many_rows(self.limits.max_rows)));
                 }
                 matches.push(PromptMatch {
                     prompt_tokens: tokens.len(),
-                    holders: answers::held(table, &rows),
+                    holders: answers::trusted_matches(table, &rows),
                 });
             }
             let trust = |&place: &u32| {
@@ -490,7 +490,7 @@ impl Endpoints {
                 matches,
                 workers: found.workers.iter().map(trust).collect(),
             };
-            encoded(&answer, most, wants_msgpack)
+            encode_answer(&answer, most, wants_msgpack)
         })
     }
 
@@ -508,7 +508,7 @@ impl Endpoints {
                 Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
                 None => found.workers.iter().map(all).collect(),
             };
-            let options = Options {
+            let options = LookupOptions {
                 expected: request.expected,
                 whole_prompt: request.whole_prompt,
             };
@@ -535,18 +535,18 @@ impl Endpoints {
             {
                 table.expect(place, &found.scope, tokens, request.expect_seconds);
             }
-            encoded(&selected, longest(&rows), wants_msgpack)
+            encode_answer(&selected, longest_match(&rows), wants_msgpack)
         })
     }
 
-    fn reservation(&self, verb: Verb, id: &str, update: &ReservationUpdate, wants_msgpack: bool) -> Answer {
+    fn reservation(&self, verb: ReservationAction, id: &str, update: &ReservationUpdate, wants_msgpack: bool) -> Answer {
         let reservation = match verb {
-            Verb::Show => self.loads.reservation(id),
-            Verb::Update => self.loads.update(id, &update.checked().ok_or(Declined::Unread)?),
-            Verb::Finish => self.loads.finish(id),
+            ReservationAction::Show => self.loads.reservation(id),
+            ReservationAction::Update => self.loads.update(id, &update.checked().ok_or(Declined::Unread)?),
+            ReservationAction::Finish => self.loads.finish(id),
         };
         let reservation = reservation.ok_or_else(|| Declined::Refused(Problem::no_such_reservation(id)))?;
-        encoded(&reservation, 0, wants_msgpack)
+        encode_answer(&reservation, 0, wants_msgpack)
     }
 
     fn check_tokens(&self, count: usize) -> Result<(), Declined> {
@@ -567,7 +567,7 @@ fn indexer_answer(
     if block_size == Some(0) {
         return Err(Declined::Unread);
     }
-    let longest = longest(&rows);
+    let longest = longest_match(&rows);
     // A worker that is not EXACT might hold more than is known. So each such worker is in the answer, with its trust.
     add_others(&mut rows, &found.inexact);
     let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
@@ -582,7 +582,7 @@ fn indexer_answer(
     } else {
         answers::mooncake(table, &found.scope.tenant, &rows)
     };
-    Ok(Answered { body, longest })
+    Ok(QueryAnswer { body, longest })
 }
 
 /// Returns the scope of a request; None if `/v1` does not admit one of its names.
@@ -612,7 +612,7 @@ fn body_of(answer: Answer) -> Option<Result<Vec<u8>, Problem>> {
 }
 
 /// How a prompt is looked up.
-struct Options {
+struct LookupOptions {
     expected: bool,
     whole_prompt: bool,
 }
@@ -630,7 +630,7 @@ fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Result<Cow<
     Ok(found.within.iter().map(with_items).collect())
 }
 
-fn longest(rows: &[Row]) -> u32 {
+fn longest_match(rows: &[Row]) -> u32 {
     rows.iter().map(|row| row.tokens).max().unwrap_or(0)
 }
 
@@ -640,14 +640,14 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     if holders * workers.len() <= 4_096 {
         for &place in workers {
             if rows[..holders].iter().all(|row| row.place != place) {
-                rows.push(Row::nothing(place));
+                rows.push(Row::empty(place));
             }
         }
         return;
     }
     let known: std::collections::HashSet<u32> = rows.iter().map(|row| row.place).collect();
     let others = workers.iter().filter(|place| !known.contains(place));
-    rows.extend(others.map(|&place| Row::nothing(place)));
+    rows.extend(others.map(|&place| Row::empty(place)));
 }
 
 /// Reads a raw prompt: its token ids. The other fields are in the query string.
@@ -661,14 +661,14 @@ fn raw_match(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     })
 }
 
-fn encoded(answer: &impl Serialize, longest: u32, wants_msgpack: bool) -> Answer {
+fn encode_answer(answer: &impl Serialize, longest: u32, wants_msgpack: bool) -> Answer {
     let body = if wants_msgpack {
         rmp_serde::to_vec_named(answer).ok()
     } else {
         serde_json::to_vec(answer).ok()
     };
     let body = body.ok_or(Declined::Unread)?;
-    Ok(Answered { body, longest })
+    Ok(QueryAnswer { body, longest })
 }
 
 #[cfg(test)]
@@ -698,7 +698,7 @@ mod tests {
             }
             endpoints.check_present(table)?;
             let longest = table.workers().count() as u32;
-            Ok(Answered {
+            Ok(QueryAnswer {
                 body: Vec::new(),
                 longest,
             })

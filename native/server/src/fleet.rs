@@ -286,8 +286,8 @@ impl Table {
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
         // A worker's scope does not contain the LoRA and the salt if its events do, since block keys then include them.
-        for own_lora in distinct(scope.lora.as_ref()) {
-            for own_salt in distinct(scope.salt.as_ref()) {
+        for own_lora in none_and_value(scope.lora.as_ref()) {
+            for own_salt in none_and_value(scope.salt.as_ref()) {
                 let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;
                 if let Some((_, worker)) = of_fleet.iter().find(|(_, worker)| is_own(&worker.scope)) {
                     within.push(IndexScope {
@@ -347,7 +347,7 @@ pub(crate) fn is_short(name: &str) -> bool {
 }
 
 /// Yields None and, if the value is not None, then the value.
-fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
+fn none_and_value<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)
 }

@@ -34,15 +34,15 @@ use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::body::{Body, InProgress};
 use crate::connections::count;
-use crate::endpoints::{Endpoints, Question, RESERVATIONS, Verb};
+use crate::endpoints::{Endpoints, Question, RESERVATIONS, ReservationAction};
 use crate::policy::TOO_LARGE;
 use crate::problems::{JSON, Problem};
 use crate::proto::query_server::{self, Query, QueryServer};
 use crate::proto::{FinishReservationRequest, MatchManyRequest, MatchManyResponse, MatchRequest, MatchResponse};
 use crate::proto::{Reservation, SelectRequest, SelectResponse, UpdateReservationRequest};
-use crate::receive::{Unreceived, receive};
+use crate::receive::{BodyFailure, receive};
 use crate::requests::is_id;
-use crate::server_state::Shared;
+use crate::server_state::ServerState;
 use crate::settings::Access;
 
 /// Name of the metadata that contains a reason code for programs, for example `unknown-model`.
@@ -55,8 +55,14 @@ const METHODS: [(&str, Question); 7] = [
     ("/kvevents.v1.Query/Match", Question::Match),
     ("/kvevents.v1.Query/MatchMany", Question::MatchMany),
     ("/kvevents.v1.Query/Select", Question::Select),
-    ("/kvevents.v1.Query/UpdateReservation", Question::Reservation(Verb::Update)),
-    ("/kvevents.v1.Query/FinishReservation", Question::Reservation(Verb::Finish)),
+    (
+        "/kvevents.v1.Query/UpdateReservation",
+        Question::Reservation(ReservationAction::Update),
+    ),
+    (
+        "/kvevents.v1.Query/FinishReservation",
+        Question::Reservation(ReservationAction::Finish),
+    ),
     (CHECK, Question::Match), // always admitted
     (WATCH, Question::Match),
 ];
@@ -134,15 +140,15 @@ fn problem(http: StatusCode, body: &[u8]) -> Status {
     }
 }
 
-fn ending() -> Status {
-    Status::from(&Problem::ending())
+fn service_ending() -> Status {
+    Status::from(&Problem::service_ending())
 }
 
 // --- calls
 
 /// Answers a call.
 pub(crate) async fn respond(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
@@ -176,7 +182,7 @@ fn deadline(headers: &HeaderMap) -> Option<Duration> {
 }
 
 async fn answer(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
@@ -203,12 +209,12 @@ async fn answer(
     }
     call.body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
-        Err(Unreceived::TooLarge) => {
+        Err(BodyFailure::TooLarge) => {
             call.access.refusal.get_or_insert(TOO_LARGE);
             return Err(call.refused().await);
         }
-        Err(Unreceived::Gone) => return Err(Status::cancelled("the client has left")),
-        Err(Unreceived::Refused(problem)) => {
+        Err(BodyFailure::ClientGone) => return Err(Status::cancelled("the client has left")),
+        Err(BodyFailure::Refused(problem)) => {
             count(&shared.connections.refusals, problem.reason);
             return Err(Status::from(&problem));
         }
@@ -223,7 +229,7 @@ async fn answer(
     // The data plane does all of its work in the first poll. After that, the call waits for the control plane.
     let first = || answered.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     match shared.run(question, size, first).await {
-        None => Err(ending()),
+        None => Err(service_ending()),
         Some(Poll::Ready(response)) => response,
         Some(Poll::Pending) => answered.await,
     }
@@ -236,7 +242,7 @@ fn equivalent(head: &Parts, question: Question) -> Parts {
         Question::Reservation(_) => ANY_RESERVATION,
         question => question.path(),
     });
-    if question == Question::Reservation(Verb::Finish) {
+    if question == Question::Reservation(ReservationAction::Finish) {
         head.method = Method::DELETE;
     }
     head.headers.remove(ACCEPT);
@@ -246,7 +252,7 @@ fn equivalent(head: &Parts, question: Question) -> Parts {
 
 /// A call whose body was received.
 struct Call {
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     peer: String,
     path: &'static str,
     /// Head of the equivalent query of `/v1`.
@@ -317,15 +323,15 @@ impl Call {
     /// Returns the control plane's error, if the call is refused.
     async fn refused(&self) -> Status {
         let answer = self.ask(&self.equivalent, Bytes::new()).await;
-        answer.err().unwrap_or_else(ending)
+        answer.err().unwrap_or_else(service_ending)
     }
 
     /// Returns the control plane's answer to a query.
     async fn ask(&self, head: &Parts, body: Bytes) -> Result<Bytes, Status> {
         let answer = self.shared.ask(head, &self.peer, &self.access, body).await;
-        let answer = answer.ok_or_else(ending)?;
+        let answer = answer.ok_or_else(service_ending)?;
         let status = answer.status();
-        let body = answer.into_body().collect().await.map_err(|_| ending())?.to_bytes();
+        let body = answer.into_body().collect().await.map_err(|_| service_ending())?.to_bytes();
         if status.is_success() {
             return Ok(body);
         }
@@ -335,7 +341,7 @@ impl Call {
 
 impl Call {
     /// Answers a call about a reservation.
-    async fn reservation<Q>(&self, verb: Verb, id: &str, request: tonic::Request<Q>) -> Answered<Reservation>
+    async fn reservation<Q>(&self, verb: ReservationAction, id: &str, request: tonic::Request<Q>) -> QueryAnswer<Reservation>
     where
         Q: Message + Default + serde::Serialize,
     {
@@ -347,19 +353,19 @@ impl Call {
     }
 }
 
-type Answered<A> = Result<tonic::Response<A>, Status>;
+type QueryAnswer<A> = Result<tonic::Response<A>, Status>;
 
 #[async_trait]
 impl Query for Call {
-    async fn r#match(&self, request: tonic::Request<MatchRequest>) -> Answered<MatchResponse> {
+    async fn r#match(&self, request: tonic::Request<MatchRequest>) -> QueryAnswer<MatchResponse> {
         self.query(&self.equivalent, request, Endpoints::answer_match).await
     }
 
-    async fn match_many(&self, request: tonic::Request<MatchManyRequest>) -> Answered<MatchManyResponse> {
+    async fn match_many(&self, request: tonic::Request<MatchManyRequest>) -> QueryAnswer<MatchManyResponse> {
         self.query(&self.equivalent, request, Endpoints::answer_match_many).await
     }
 
-    async fn select(&self, request: tonic::Request<SelectRequest>) -> Answered<SelectResponse> {
+    async fn select(&self, request: tonic::Request<SelectRequest>) -> QueryAnswer<SelectResponse> {
         // JSON has neither infinite numbers nor NaN, so the equivalent query would lose such a load.
         if (request.get_ref().candidates.iter()).any(|one| one.load.is_some_and(|load| !load.is_finite())) {
             return Err(Status::from(&Problem::not_finite()));
@@ -367,14 +373,14 @@ impl Query for Call {
         self.query(&self.equivalent, request, Endpoints::answer_select).await
     }
 
-    async fn update_reservation(&self, request: tonic::Request<UpdateReservationRequest>) -> Answered<Reservation> {
+    async fn update_reservation(&self, request: tonic::Request<UpdateReservationRequest>) -> QueryAnswer<Reservation> {
         let id = request.get_ref().id.clone();
-        self.reservation(Verb::Update, &id, request).await
+        self.reservation(ReservationAction::Update, &id, request).await
     }
 
-    async fn finish_reservation(&self, request: tonic::Request<FinishReservationRequest>) -> Answered<Reservation> {
+    async fn finish_reservation(&self, request: tonic::Request<FinishReservationRequest>) -> QueryAnswer<Reservation> {
         let id = request.get_ref().id.clone();
-        self.reservation(Verb::Finish, &id, request).await
+        self.reservation(ReservationAction::Finish, &id, request).await
     }
 }
 
@@ -386,7 +392,7 @@ fn is_known(request: &HealthCheckRequest) -> bool {
 
 #[async_trait]
 impl Health for Call {
-    async fn check(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<HealthCheckResponse> {
+    async fn check(&self, request: tonic::Request<HealthCheckRequest>) -> QueryAnswer<HealthCheckResponse> {
         if !is_known(request.get_ref()) {
             let known = query_server::SERVICE_NAME;
             return Err(Status::not_found(format!(
@@ -401,11 +407,13 @@ impl Health for Call {
     type WatchStream = BoxStream<HealthCheckResponse>;
 
     /// Sends the health now and after each change, until the service ends.
-    async fn watch(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<Self::WatchStream> {
+    async fn watch(&self, request: tonic::Request<HealthCheckRequest>) -> QueryAnswer<Self::WatchStream> {
         let is_known = is_known(request.get_ref());
         let mut reported = None;
         let stream = WatchStream::new(self.shared.watched_health.subscribe()).filter_map(move |health| {
-            let Some(health) = health else { return Some(Err(ending())) };
+            let Some(health) = health else {
+                return Some(Err(service_ending()));
+            };
             let status = if is_known { health } else { ServingStatus::ServiceUnknown } as i32;
             (reported.replace(status) != Some(status)).then_some(Ok(HealthCheckResponse { status }))
         });

@@ -13,7 +13,7 @@ mod tests;
 
 /// An array of numbers in a text.
 #[derive(Debug, PartialEq, Eq)]
-struct Lifted {
+struct ExtractedArray {
     /// Numbers of the array.
     tokens: Vec<u32>,
     /// Position of the array's opening bracket.
@@ -25,44 +25,44 @@ struct Lifted {
 /// Extracts the array of token ids with the key `name` from the object in `text`. Returns the text with an empty array in its place, and
 /// the token ids. Returns None if `text` has no such array, has two of them, or contains anything that this function does not read.
 #[must_use]
-pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
-    let Lifted { tokens, start, end } = lift_with(text, name.as_bytes(), side_by_side::read)?;
+pub fn extract_array(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
+    let ExtractedArray { tokens, start, end } = extract_with(text, name.as_bytes(), side_by_side::read)?;
     Some(([&text[..start], b"[]", &text[end..]].concat(), tokens))
 }
 
 /// A fast loop: it appends the numbers that follow a number which ended at the given position. Returns the end of the last number; the
 /// given position if it has read no number. It reads only numbers that `number` reads, each followed by a comma, or by a comma and a space.
-type Quick = fn(&[u8], usize, &mut Vec<u32>) -> usize;
+type FastLoop = fn(&[u8], usize, &mut Vec<u32>) -> usize;
 
-fn lift_with(text: &[u8], name: &[u8], quick: Quick) -> Option<Lifted> {
-    let mut at = expect(text, space(text, 0), b'{')?;
+fn extract_with(text: &[u8], name: &[u8], quick: FastLoop) -> Option<ExtractedArray> {
+    let mut at = skip_byte(text, skip_space(text, 0), b'{')?;
     let mut found = None;
     loop {
-        let key = space(text, at);
+        let key = skip_space(text, at);
         let end = string(text, key)?;
-        at = space(text, expect(text, space(text, end), b':')?);
+        at = skip_space(text, skip_byte(text, skip_space(text, end), b':')?);
         if &text[key + 1..end - 1] == name {
             if found.is_some() {
                 return None;
             }
             let (tokens, end) = array(text, at, quick)?;
-            found = Some(Lifted { tokens, start: at, end });
+            found = Some(ExtractedArray { tokens, start: at, end });
             at = end;
         } else {
             at = value(text, at)?;
         }
-        at = space(text, at);
+        at = skip_space(text, at);
         match text.get(at)? {
             b',' => at += 1,
             b'}' => break,
             _ => return None,
         }
     }
-    (space(text, at + 1) == text.len()).then_some(found)?
+    (skip_space(text, at + 1) == text.len()).then_some(found)?
 }
 
 #[inline]
-fn space(text: &[u8], mut at: usize) -> usize {
+fn skip_space(text: &[u8], mut at: usize) -> usize {
     while matches!(text.get(at), Some(b' ' | b'\n' | b'\r' | b'\t')) {
         at += 1;
     }
@@ -70,7 +70,7 @@ fn space(text: &[u8], mut at: usize) -> usize {
 }
 
 /// Returns the length of the separator after a number that ends at `end`; None if the fast loop does not read this separator.
-fn gap(text: &[u8], end: usize) -> Option<usize> {
+fn separator_length(text: &[u8], end: usize) -> Option<usize> {
     match text.get(end..end + 3)? {
         [b',', b' ', b'0'..=b'9'] => Some(2),
         [b',', b'0'..=b'9', _] => Some(1),
@@ -78,13 +78,13 @@ fn gap(text: &[u8], end: usize) -> Option<usize> {
     }
 }
 
-fn expect(text: &[u8], at: usize, wanted: u8) -> Option<usize> {
+fn skip_byte(text: &[u8], at: usize, wanted: u8) -> Option<usize> {
     (*text.get(at)? == wanted).then_some(at + 1)
 }
 
 /// Returns the position after a string that begins at `at`.
 fn string(text: &[u8], at: usize) -> Option<usize> {
-    let mut at = expect(text, at, b'"')?;
+    let mut at = skip_byte(text, at, b'"')?;
     loop {
         match text.get(at)? {
             b'"' => return Some(at + 1),
@@ -130,8 +130,8 @@ fn value(text: &[u8], mut at: usize) -> Option<usize> {
 }
 
 /// Reads an array of 32-bit numbers. Returns the value and the position after it.
-fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
-    let mut at = space(text, expect(text, at, b'[')?);
+fn array(text: &[u8], at: usize, quick: FastLoop) -> Option<(Vec<u32>, usize)> {
+    let mut at = skip_space(text, skip_byte(text, at, b'[')?);
     // An element and its separator have at least two bytes, so the capacity in bytes is at most twice the size of the text.
     let mut tokens = Vec::with_capacity((text.len() - at) / 6);
     if text.get(at) == Some(&b']') {
@@ -159,9 +159,9 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
             _ => end,
         };
         if at == end || !text.get(at)?.is_ascii_digit() {
-            at = space(text, end);
+            at = skip_space(text, end);
             match text.get(at)? {
-                b',' => at = space(text, at + 1),
+                b',' => at = skip_space(text, at + 1),
                 b']' => return Some((tokens, at + 1)),
                 _ => return None,
             }
@@ -182,10 +182,10 @@ fn number(text: &[u8], at: usize) -> Option<(u32, usize)> {
         Some(eight) => {
             let (word, count) = digits(eight.try_into().ok()?);
             if count < 8 {
-                if count == 0 || (count > 1 && text[at] == b'0') || !ends(text[at + count]) {
+                if count == 0 || (count > 1 && text[at] == b'0') || !can_end_before(text[at + count]) {
                     return None;
                 }
-                return Some((of_digits(word, count), at + count));
+                return Some((value_of_digits(word, count), at + count));
             }
             8
         }
@@ -195,7 +195,7 @@ fn number(text: &[u8], at: usize) -> Option<(u32, usize)> {
     while text.get(end)?.is_ascii_digit() {
         end += 1;
     }
-    if end - at > 10 || end == at || (end - at > 1 && text[at] == b'0') || !ends(*text.get(end)?) {
+    if end - at > 10 || end == at || (end - at > 1 && text[at] == b'0') || !can_end_before(*text.get(end)?) {
         return None;
     }
     let value = text[at..end]
@@ -206,7 +206,7 @@ fn number(text: &[u8], at: usize) -> Option<(u32, usize)> {
 
 /// Whether a number can end before this byte.
 #[inline]
-fn ends(byte: u8) -> bool {
+fn can_end_before(byte: u8) -> bool {
     matches!(byte, b',' | b']' | b' ' | b'\n' | b'\r' | b'\t')
 }
 
@@ -220,7 +220,7 @@ fn digits(eight: [u8; 8]) -> (u64, usize) {
 
 /// Returns the value of the first `count` digits; `count` is from 1 to 8.
 #[inline]
-fn of_digits(word: u64, count: usize) -> u32 {
+fn value_of_digits(word: u64, count: usize) -> u32 {
     // Drops the bytes after the digits, and puts zeros before the digits.
     let digits = word << (64 - 8 * count);
     let pairs = (digits.wrapping_mul(10) + (digits >> 8)) & 0x00FF_00FF_00FF_00FF;

@@ -34,7 +34,7 @@ mod socket;
 mod tls;
 
 pub use control_plane::{Event, Headers, Request, Stream};
-pub use json_tokens::lift;
+pub use json_tokens::extract_array;
 pub use problems::Problem;
 pub use repeated::check_names;
 pub use server::{Failure, Server};

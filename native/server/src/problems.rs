@@ -66,16 +66,16 @@ impl Problem {
         Self {
             detail: format!("the request was not complete after {seconds} s"),
             reason: "too-slow",
-            hint: "send it faster",
+            hint: "send the request faster",
             status: StatusCode::REQUEST_TIMEOUT,
         }
     }
 
     pub(crate) fn too_much_at_once(limit: usize) -> Self {
         Self {
-            detail: format!("requests hold more than {limit} bytes together"),
+            detail: format!("the requests in progress hold more than {limit} bytes"),
             reason: "too-much-at-once",
-            hint: "ask again; see limits.max_received_bytes",
+            hint: "send the request again, or raise limits.max_received_bytes",
             status: StatusCode::SERVICE_UNAVAILABLE,
         }
     }
@@ -84,7 +84,7 @@ impl Problem {
         Self {
             detail: format!("{limit} clients are connected, and each has a request in progress"),
             reason: "too-many-clients",
-            hint: "ask again in a second, or raise limits.max_clients",
+            hint: "send the request again in a second, or raise limits.max_clients",
             status: StatusCode::SERVICE_UNAVAILABLE,
         }
     }
@@ -98,7 +98,7 @@ impl Problem {
                 models[..models.len().min(MAX_LISTED)].join(", ")
             ),
             reason: "ambiguous-adapter",
-            hint: "name one of them as the model, and the adapter as lora_name",
+            hint: "send the name of a model as the model, and the adapter as lora_name",
             status: StatusCode::CONFLICT,
         }
     }
@@ -116,8 +116,8 @@ impl Problem {
     /// serves its model.
     pub(crate) fn no_candidates(model: &str, named: usize) -> Self {
         let (detail, hint) = if named == 0 {
-            let hint = "name some in `candidates`, or register engines that serve it";
-            (format!("no candidate for model {}", quoted(model)), hint)
+            let hint = "name candidates in `candidates`, or register engines that serve the model";
+            (format!("no candidate serves model {}", quoted(model)), hint)
         } else {
             let hint = "leave `candidates` out, or name workers of /v1/sources";
             let model = quoted(model);
@@ -156,7 +156,7 @@ impl Problem {
         Self {
             detail: format!("no reservation {} is open", quoted(id)),
             reason: "no-such-reservation",
-            hint: "it was finished or has expired; extend those that take long",
+            hint: "the reservation was finished or has expired; extend reservations of long requests",
             status: StatusCode::NOT_FOUND,
         }
     }
@@ -165,7 +165,7 @@ impl Problem {
         Self {
             detail: format!("{limit} reservations are open"),
             reason: "too-many-reservations",
-            hint: "finish those of requests that have ended, or raise limits.max_reservations",
+            hint: "finish the reservations of ended requests, or raise limits.max_reservations",
             status: StatusCode::SERVICE_UNAVAILABLE,
         }
     }
@@ -198,7 +198,7 @@ impl Problem {
         Self {
             detail: "CONNECT is not supported".into(),
             reason: "not-a-proxy",
-            hint: "send requests for this service itself",
+            hint: "send only requests that this service itself answers",
             status: StatusCode::BAD_REQUEST,
         }
     }
@@ -208,16 +208,16 @@ impl Problem {
         Self {
             detail: format!("the request has more than {limit}"),
             reason: "headers-too-large",
-            hint: "send what is long in the body",
+            hint: "send long values in the body",
             status: StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         }
     }
 
-    pub(crate) fn ending() -> Self {
+    pub(crate) fn service_ending() -> Self {
         Self {
-            detail: "the service ends, and this request was not complete".into(),
+            detail: "the service is ending, and the request was not complete".into(),
             reason: "ending",
-            hint: "ask again",
+            hint: "send the request again",
             status: StatusCode::SERVICE_UNAVAILABLE,
         }
     }

@@ -11,16 +11,16 @@ use crate::problems::Problem;
 use crate::settings::Limits;
 
 /// Why a body was not received.
-pub(crate) enum Unreceived {
+pub(crate) enum BodyFailure {
     /// The body exceeds the size limit.
     TooLarge,
     Refused(Problem),
     /// The client has left.
-    Gone,
+    ClientGone,
 }
 
 /// Receives a whole body, within the time limit of its request and the memory limit of all requests.
-pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &Limits) -> Result<Bytes, Unreceived> {
+pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &Limits) -> Result<Bytes, BodyFailure> {
     let mut first = Bytes::new();
     let mut all: Option<BytesMut> = None;
     let deadline = progress
@@ -29,18 +29,18 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
         .unwrap_or_else(|| Instant::now() + limits.request());
     loop {
         let frame = match tokio::time::timeout_at(deadline.into(), body.frame()).await {
-            Err(_) => return Err(Unreceived::Refused(Problem::too_slow(limits.request_seconds))),
+            Err(_) => return Err(BodyFailure::Refused(Problem::too_slow(limits.request_seconds))),
             Ok(None) => break,
-            Ok(Some(Err(_))) => return Err(Unreceived::Gone),
+            Ok(Some(Err(_))) => return Err(BodyFailure::ClientGone),
             Ok(Some(Ok(frame))) => frame,
         };
         let Ok(data) = frame.into_data() else { continue };
         let size = all.as_ref().map_or(first.len(), BytesMut::len) + data.len();
         if size > limits.max_body_bytes {
-            return Err(Unreceived::TooLarge);
+            return Err(BodyFailure::TooLarge);
         }
         if !progress.hold(size) {
-            return Err(Unreceived::Refused(Problem::too_much_at_once(limits.max_received_bytes)));
+            return Err(BodyFailure::Refused(Problem::too_much_at_once(limits.max_received_bytes)));
         }
         match &mut all {
             None if first.is_empty() => first = data,
@@ -55,6 +55,6 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
             Some(joined) => joined.extend_from_slice(&data),
         }
     }
-    progress.is_answering();
+    progress.note_body_received();
     Ok(all.map_or(first, BytesMut::freeze))
 }

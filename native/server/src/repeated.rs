@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_nested_too_deeply_is_an_error() {
+    fn too_deep_nesting_is_an_error() {
         assert!(check_names(&b"[".repeat(100_000), false).is_err());
         assert!(check_names(&b"\x91".repeat(100_000), true).is_err());
     }

@@ -8,7 +8,7 @@ use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item, Items};
-use kvevents_routing::{Labels, State, Tie, Tier, Update, Wanted, Weights};
+use kvevents_routing::{Labels, ReservationRequest, State, Tie, Tier, Update, Weights};
 
 use crate::fleet::{Lora, Scope, is_short};
 
@@ -91,9 +91,9 @@ fn present_lists<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Res
 
 /// Reads labels; each name may occur only once.
 fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
-    struct ByName;
+    struct LabelsVisitor;
 
-    impl<'de> Visitor<'de> for ByName {
+    impl<'de> Visitor<'de> for LabelsVisitor {
         type Value = Labels;
 
         fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -111,7 +111,7 @@ fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
         }
     }
 
-    from.deserialize_map(ByName)
+    from.deserialize_map(LabelsVisitor)
 }
 
 /// Declares a request type. The type has the given fields, and the fields that all queries have.
@@ -172,13 +172,13 @@ pub(crate) trait Names {
     /// Returns the scope of the prompt. Returns None if the model is missing, or if two names of a field have different values.
     fn scope(&self) -> Option<Scope> {
         let [model, tenant, group, lora, salt] = self.names();
-        let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
+        let lora = pick_value(lora, true)?.map(|name| Lora::Name(name.clone()));
         Some(Scope {
-            model: picked(model, false)?.filter(|model| !model.is_empty())?.clone(),
-            tenant: picked(tenant, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
-            group: picked(group, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
+            model: pick_value(model, false)?.filter(|model| !model.is_empty())?.clone(),
+            tenant: pick_value(tenant, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
+            group: pick_value(group, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
             lora: lora.or(self.lora_id().map(Lora::Id)),
-            salt: picked(salt, true)?.cloned(),
+            salt: pick_value(salt, true)?.cloned(),
         })
     }
 
@@ -191,7 +191,7 @@ pub(crate) trait Names {
 
 /// Returns the value of a field that has several names. If `is_optional`, an empty value counts as absent. Returns None if two names have
 /// different values.
-fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
+fn pick_value(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));
     let first = given.next();
@@ -433,13 +433,13 @@ impl ReservationUpdate {
 
 impl Select {
     /// The requested reservation. It expires after `seconds`, unless the request states another time.
-    pub(crate) fn reservation(&self, seconds: f64) -> Option<Wanted<'_>> {
+    pub(crate) fn reservation(&self, seconds: f64) -> Option<ReservationRequest<'_>> {
         let (id, given) = match &self.reserve {
             Reserve::Asked(false) => return None,
             Reserve::Asked(true) => (None, None),
             Reserve::As(Object(reserve)) => (reserve.id.as_deref(), reserve.seconds),
         };
-        Some(Wanted {
+        Some(ReservationRequest {
             id,
             time: Duration::from_secs_f64(given.unwrap_or(seconds)),
         })
@@ -587,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unusual_is_not_read() {
+    fn unusual_query_strings_are_not_read() {
         for text in [
             r#"{"model": "a", "token_ids": [1], "what": 1}"#,
             r#"{"model": "a", "token_ids": [-1]}"#,

@@ -6,28 +6,28 @@ use crate::answers::Row;
 use crate::fleet::{Candidates, Table};
 use crate::problems::{Declined, Problem};
 use crate::requests::{Candidate, Select};
-use kvevents_routing::{Contender, Labels, Loads, Question, Selected, State, Terms, Tiers, Ties, Trust, choose};
+use kvevents_routing::{Contender, Labels, Loads, Question, ScoreWeights, Selection, State, Tiers, Ties, Trust, choose};
 
 /// Returns the trust in a worker that the service does not follow, and its distance. With this distance, workers that the service follows
 /// take precedence.
 pub(crate) fn unfollowed() -> (Trust, u8) {
     let trust = Trust {
         state: State::Stale,
-        reason: "this service does not follow it".into(),
+        reason: "this service does not follow the worker".into(),
         reason_codes: vec!["not-followed".into()],
         attested: false,
     };
-    (trust, NOT_CONNECTED)
+    (trust, UNCONNECTED_DISTANCE)
 }
 
 /// The distance of a worker that has never had a connection.
-const NOT_CONNECTED: u8 = 1;
+const UNCONNECTED_DISTANCE: u8 = 1;
 
 /// The labels of a worker that the service does not follow.
 static NO_LABELS: Labels = Labels::new();
 
 /// A choice, and the position of the chosen worker in the table; None if the service does not follow the worker.
-pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
+pub(crate) type Choice<'a> = (Selection<'a>, Option<u32>);
 
 /// Chooses one of the `named` workers, which need not be in the table.
 pub(crate) fn select<'a>(
@@ -37,7 +37,7 @@ pub(crate) fn select<'a>(
     named: &'a [Candidate],
     rows: &[Row],
     (whole, explain, reservation_seconds): (usize, bool, f64),
-    (unfollowed, terms, ties, loads): (&'a (Trust, u8), &Terms, &Ties, &Loads),
+    (unfollowed, terms, ties, loads): (&'a (Trust, u8), &ScoreWeights, &Ties, &Loads),
 ) -> Result<Choice<'a>, Declined> {
     let worker = |place: u32| (table.worker(place).instance.as_str(), table.worker(place).rank);
     let places: HashMap<(&str, i64), u32> = found.workers.iter().map(|&place| (worker(place), place)).collect();

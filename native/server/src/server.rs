@@ -25,16 +25,16 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Notify, Semaphore, watch};
 use tonic_health::pb::health_check_response::ServingStatus;
 
-use crate::body::{Body, InProgress, Sending};
+use crate::body::{Body, InProgress, OutgoingBody};
 use crate::connections::{Admission, CHECK_INTERVAL, Connection, Connections, Order, count};
 use crate::control_plane::{ControlPlane, Event};
-use crate::endpoints::{Endpoints, Format, Head, Question, RESERVATIONS, Verb};
+use crate::endpoints::{Endpoints, Format, Head, Question, RESERVATIONS, ReservationAction};
 use crate::grpc;
 use crate::metrics::Metrics;
 use crate::policy::TOO_LARGE;
 use crate::problems::{CLOSE, Declined, JSON, Problem};
-use crate::receive::{Unreceived, receive};
-use crate::server_state::{MAX_SILENCE, Probes, Shared};
+use crate::receive::{BodyFailure, receive};
+use crate::server_state::{MAX_SILENCE, Probes, ServerState};
 use crate::settings::{Access, Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
@@ -50,19 +50,19 @@ pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The error if the client has left.
 #[derive(Debug)]
-struct Gone;
+struct ClientGone;
 
-impl std::fmt::Display for Gone {
+impl std::fmt::Display for ClientGone {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.write_str("the client has left")
     }
 }
 
-impl std::error::Error for Gone {}
+impl std::error::Error for ClientGone {}
 
 /// The running data plane.
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     runtime: Mutex<Option<Runtime>>,
 }
 
@@ -84,7 +84,7 @@ impl Server {
             let _entered = runtime.enter();
             tokio::net::TcpListener::from_std(listener)?
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ServerState {
             connections: Arc::new(Connections::new(settings.limits.clone())),
             endpoints: Endpoints::new(
                 settings.limits.clone(),
@@ -234,7 +234,7 @@ impl Server {
     }
 }
 
-async fn sweep(shared: Arc<Shared>) {
+async fn sweep(shared: Arc<ServerState>) {
     loop {
         tokio::time::sleep(CHECK_INTERVAL).await;
         shared.connections.sweep(Instant::now());
@@ -243,7 +243,7 @@ async fn sweep(shared: Arc<Shared>) {
     }
 }
 
-async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
+async fn accept(shared: Arc<ServerState>, listener: tokio::net::TcpListener) {
     let mut draining = pin!(shared.is_draining.notified());
     loop {
         let accepted = poll_fn(|cx| {
@@ -262,7 +262,7 @@ async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
                     }
                 };
                 if let Admission::Admitted(connection) = admission {
-                    tokio::spawn(connected(shared.clone(), connection, stream, peer.to_string()));
+                    tokio::spawn(serve_connection(shared.clone(), connection, stream, peer.to_string()));
                 }
             }
             // The process has the maximum number of open files, or the client has already left.
@@ -271,7 +271,7 @@ async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
     }
 }
 
-async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: TcpStream, peer: String) {
+async fn serve_connection(shared: Arc<ServerState>, connection: Arc<Connection>, stream: TcpStream, peer: String) {
     let _ = stream.set_nodelay(true);
     let ended = async {
         match &shared.tls {
@@ -285,12 +285,12 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
             }
         }
     };
-    unless_aborted(&connection, ended).await;
+    run_unless_aborted(&connection, ended).await;
     shared.connections.remove(&connection);
 }
 
 /// Runs `work` until it is complete, or until the connection must end immediately.
-async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
+async fn run_unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
     let mut work = pin!(work);
     let mut ordered = pin!(connection.ordered.notified());
     poll_fn(|cx| {
@@ -305,7 +305,7 @@ async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>)
     .await;
 }
 
-async fn serve<S>(shared: &Arc<Shared>, connection: &Arc<Connection>, stream: S, peer: &str)
+async fn serve<S>(shared: &Arc<ServerState>, connection: &Arc<Connection>, stream: S, peer: &str)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
@@ -342,18 +342,18 @@ where
 }
 
 async fn handle(
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     progress: InProgress,
     peer: String,
     request: Request<Incoming>,
-) -> Result<Response<Sending>, Gone> {
+) -> Result<Response<OutgoingBody>, ClientGone> {
     let began = Instant::now();
     let is_reserved = progress.connection.is_reserved;
     let (mut head, body) = request.into_parts();
     if let Err(problem) = read_host(&mut head) {
         count(&shared.connections.refusals, problem.reason);
         let response = close_after(&progress.connection, problem.response());
-        return Ok(response.map(|body| Sending::new(body, progress)));
+        return Ok(response.map(|body| OutgoingBody::new(body, progress)));
     }
     let path = head.uri.path();
     let is_call = grpc::is_call(&head);
@@ -381,7 +381,7 @@ async fn handle(
         response.headers_mut().insert(CONNECTION, CLOSE);
     }
     progress.hold(0);
-    Ok(response.map(|body| Sending::new(body, progress)))
+    Ok(response.map(|body| OutgoingBody::new(body, progress)))
 }
 
 /// Sets `Host` to the host in the target of the request, as RFC 9112 (3.2) requires. Returns an error for an HTTP/1.1 request without
@@ -406,19 +406,19 @@ fn read_host(head: &mut Parts) -> Result<(), Problem> {
 }
 
 async fn respond(
-    shared: &Shared,
+    shared: &ServerState,
     progress: &InProgress,
     peer: &str,
     (head, body): (Parts, Incoming),
     began: Instant,
-) -> Result<Response<Body>, Gone> {
+) -> Result<Response<Body>, ClientGone> {
     let connection = &progress.connection;
     let path = head.uri.path();
     let has_body = !body.is_end_stream();
     let mut access = shared.settings.access(&head);
     if shared.settings.probes.iter().any(|probe| probe == path) {
         // The answer to a liveness probe never waits for the control plane.
-        progress.is_answering();
+        progress.note_body_received();
         let mut response = match answer_probe(shared, &head) {
             Some(response) => {
                 shared
@@ -446,12 +446,12 @@ async fn respond(
     }
     let body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
-        Err(Unreceived::Gone) => return Err(Gone),
-        Err(Unreceived::Refused(problem)) => {
+        Err(BodyFailure::ClientGone) => return Err(ClientGone),
+        Err(BodyFailure::Refused(problem)) => {
             count(&shared.connections.refusals, problem.reason);
             return Ok(close_after(connection, problem.response()));
         }
-        Err(Unreceived::TooLarge) => {
+        Err(BodyFailure::TooLarge) => {
             access.refusal = Some(TOO_LARGE);
             let response = forward(shared, &head, peer, &access, Bytes::new()).await;
             return Ok(close_after(connection, response));
@@ -464,7 +464,7 @@ async fn respond(
         let response = match answered {
             Ok(body) => {
                 let mut response = Response::new(Body::full(body.into()));
-                let kind = if parsed.wants_msgpack && question.is_ours() {
+                let kind = if parsed.wants_msgpack && question.has_own_format() {
                     MSGPACK
                 } else {
                     JSON
@@ -493,7 +493,7 @@ fn close_after(connection: &Connection, mut response: Response<Body>) -> Respons
 }
 
 /// Returns the answer to a probe. Returns None if the control plane must answer the probe.
-fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
+fn answer_probe(shared: &ServerState, head: &Parts) -> Option<Response<Body>> {
     if head.method != Method::GET || wants_msgpack(head) != Some(false) {
         return None;
     }
@@ -529,7 +529,10 @@ fn wants_msgpack(head: &Parts) -> Option<bool> {
 /// Returns the parts of a query besides its body. Returns None if the data plane does not read the format of the body, or if the control
 /// plane must choose the format of the answer.
 fn parse_head(head: &Parts, question: Question) -> Option<Head> {
-    let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
+    let has_body = !matches!(
+        question,
+        Question::Reservation(ReservationAction::Show | ReservationAction::Finish)
+    );
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
     let kind = kind.unwrap_or_default().split(|byte| *byte == b';').next()?.trim_ascii();
     let is = |name: &str| kind.eq_ignore_ascii_case(name.as_bytes());
@@ -549,13 +552,13 @@ fn parse_head(head: &Parts, question: Question) -> Option<Head> {
 }
 
 /// Returns the answer of the index, or the error that the fleet causes. Returns None if the query must be forwarded to the control plane.
-async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Result<Vec<u8>, Problem>> {
+async fn answer_query(shared: &ServerState, question: Question, head: &Head, body: &Bytes) -> Option<Result<Vec<u8>, Problem>> {
     let work = || shared.endpoints.answer(question, head, body);
     shared.run(question, body.len(), work).await?
 }
 
 /// Forwards a request to the control plane, and returns its answer.
-async fn forward(shared: &Shared, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Response<Body> {
+async fn forward(shared: &ServerState, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Response<Body> {
     let answer = shared.ask(head, peer, access, body).await;
-    answer.unwrap_or_else(|| Problem::ending().response())
+    answer.unwrap_or_else(|| Problem::service_ending().response())
 }

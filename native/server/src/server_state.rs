@@ -33,7 +33,7 @@ pub(crate) struct Probes {
 }
 
 /// State that all connections share.
-pub(crate) struct Shared {
+pub(crate) struct ServerState {
     pub(crate) settings: Settings,
     pub(crate) connections: Arc<Connections>,
     pub(crate) endpoints: Endpoints,
@@ -48,7 +48,7 @@ pub(crate) struct Shared {
     pub(crate) tls: Option<RwLock<TlsAcceptor>>,
 }
 
-impl Shared {
+impl ServerState {
     /// Whether the service is ready, according to the latest report of the control plane.
     pub(crate) fn health(&self) -> ServingStatus {
         let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;

@@ -10,7 +10,7 @@ use percent_encoding::percent_decode_str;
 use serde::Deserialize;
 
 use crate::policy::{Endpoint, Policy, Refusal};
-use kvevents_routing::Terms;
+use kvevents_routing::ScoreWeights;
 
 /// Limits of requests and connections: those fields of `kvevents.service.settings.Limits` that the data plane uses.
 #[derive(Clone, Debug, Deserialize)]
@@ -89,7 +89,7 @@ pub(crate) struct Settings {
     /// Whether the data plane answers queries; otherwise it forwards all of them.
     pub(crate) answers_queries: bool,
     /// Weights of `/v1/select` for requests without weights.
-    pub(crate) select: Terms,
+    pub(crate) select: ScoreWeights,
     /// The table of endpoints, by path and method.
     pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
     /// Paths that are answered even on reserved connections: those of probes, and a few others.

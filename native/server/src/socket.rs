@@ -21,7 +21,7 @@ pub(crate) const MAX_HEAD: usize = 65_536;
 /// Maximum number of headers over HTTP/1.1, which is the limit of hyper.
 const MAX_HEADERS: usize = 100;
 /// Bytes that make any incomplete head complete and malformed.
-const POISON: &[u8] = b"\0\r\n\r\n";
+const MALFORMED_HEAD_END: &[u8] = b"\0\r\n\r\n";
 
 pub(crate) struct Socket<S> {
     inner: S,
@@ -103,7 +103,7 @@ impl<S: AsyncWrite + Unpin> Socket<S> {
             self.received = 0;
         }
         self.connections
-            .has_written(&self.connection, written, offered - written, Instant::now());
+            .note_written(&self.connection, written, offered - written, Instant::now());
     }
 }
 
@@ -113,9 +113,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         if this.is_poisoned {
             return Poll::Ready(Ok(()));
         }
-        if this.connection.order() == Order::Refuse && buf.remaining() >= POISON.len() {
+        if this.connection.order() == Order::Refuse && buf.remaining() >= MALFORMED_HEAD_END.len() {
             this.is_poisoned = true;
-            buf.put_slice(POISON);
+            buf.put_slice(MALFORMED_HEAD_END);
             return Poll::Ready(Ok(()));
         }
         let before = buf.filled().len();
@@ -123,8 +123,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         let now = Instant::now();
         this.received += buf.filled().len() - before;
         if buf.filled().len() > before {
-            this.connections.has_received(&this.connection, now);
-        } else if this.connections.has_left(&this.connection, now) {
+            this.connections.note_received(&this.connection, now);
+        } else if this.connections.note_left(&this.connection, now) {
             // If hyper read the end of the input, it would drop the answer. Hyper reads again after the answer.
             return Poll::Pending;
         }
@@ -167,7 +167,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<S> {
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.has_shut_down {
-            this.connections.is_closing(&this.connection, Instant::now());
+            this.connections.note_closing(&this.connection, Instant::now());
             ready!(Pin::new(&mut this.inner).poll_shutdown(cx))?;
             this.has_shut_down = true;
         }

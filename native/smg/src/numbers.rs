@@ -6,13 +6,13 @@ use crate::messages::Batch;
 
 /// Numbers the batches of one call from 0. All ranks share these numbers, since they share the call.
 #[derive(Default)]
-pub struct Numbers {
+pub struct SequenceNumbers {
     next: u64,
     /// The newest sequence number of the servicer, by rank.
     newest: HashMap<Option<i32>, u64>,
 }
 
-impl Numbers {
+impl SequenceNumbers {
     /// Returns the sequence number of a batch. If earlier batches are missing, first skips one number. Returns None if the batch is a
     /// repetition.
     pub fn number(&mut self, batch: &Batch) -> Option<u64> {
@@ -53,12 +53,12 @@ mod tests {
     }
 
     fn numbered(batches: &[Batch]) -> Vec<Option<u64>> {
-        let mut numbers = Numbers::default();
+        let mut numbers = SequenceNumbers::default();
         batches.iter().map(|batch| numbers.number(batch)).collect()
     }
 
     #[test]
-    fn a_hole_says_that_something_is_missing() {
+    fn a_skipped_number_shows_a_loss() {
         let numbers = numbered(&[batch(0), batch(1), batch(5), batch(5), batch(3), batch(6)]);
         assert_eq!(numbers, [Some(0), Some(1), Some(3), None, None, Some(4)]);
         assert_eq!(numbered(&[batch(7), batch(8)]), [Some(1), Some(2)]);

@@ -16,7 +16,7 @@ use tonic::{Code, Request, Status};
 use tonic_prost::ProstCodec;
 
 use crate::messages;
-use crate::numbers::Numbers;
+use crate::numbers::SequenceNumbers;
 use crate::payload;
 
 /// The paths of the method; each engine has its own service.
@@ -54,20 +54,20 @@ pub enum Arrival {
 
 /// A subscription to the events of one worker. It ends when this value is dropped.
 pub struct Subscription {
-    arrivals: Mutex<mpsc::Receiver<Waiting>>,
+    arrivals: Mutex<mpsc::Receiver<QueuedArrival>>,
     endpoint: Endpoint,
-    outlet: Outlet,
+    outlet: ArrivalSender,
     /// The task that calls the worker.
     task: Mutex<JoinHandle<()>>,
 }
 
 /// An arrival, with the permit for its bytes, which is released when the arrival is taken from the queue.
-type Waiting = (Arrival, Option<OwnedSemaphorePermit>);
+type QueuedArrival = (Arrival, Option<OwnedSemaphorePermit>);
 
 /// The end of the queue to which the task adds arrivals.
 #[derive(Clone)]
-struct Outlet {
-    sender: mpsc::Sender<Waiting>,
+struct ArrivalSender {
+    sender: mpsc::Sender<QueuedArrival>,
     room: Arc<Semaphore>,
     waker: Arc<Waker>,
 }
@@ -104,7 +104,7 @@ impl Subscription {
             is_awake: AtomicBool::new(false),
         });
         let room = Arc::new(Semaphore::new(MAX_WAITING_BYTES as usize));
-        let outlet = Outlet { sender, room, waker };
+        let outlet = ArrivalSender { sender, room, waker };
         let task = runtime()?.spawn(follow(endpoint.clone(), outlet.clone()));
         Ok(Self {
             arrivals: Mutex::new(arrivals),
@@ -138,7 +138,9 @@ impl Subscription {
         if let Ok(runtime) = runtime() {
             *task = runtime.spawn(async move {
                 outlet
-                    .put(Arrival::Disconnected("everything is requested again".to_owned()))
+                    .put(Arrival::Disconnected(
+                        "the call was restarted: all batches are requested again".to_owned(),
+                    ))
                     .await;
                 follow(endpoint, outlet).await;
             });
@@ -161,7 +163,7 @@ impl Waker {
     }
 }
 
-impl Outlet {
+impl ArrivalSender {
     /// Adds an arrival to the queue as soon as the queue has room. If the receiver was dropped, drops the arrival, since the task is about
     /// to end.
     async fn put(&self, arrival: Arrival) {
@@ -176,7 +178,7 @@ impl Outlet {
 }
 
 /// Calls the worker repeatedly, until the task is aborted.
-async fn follow(endpoint: Endpoint, outlet: Outlet) {
+async fn follow(endpoint: Endpoint, outlet: ArrivalSender) {
     let mut pause = MIN_PAUSE;
     loop {
         let mut has_begun = false;
@@ -188,7 +190,7 @@ async fn follow(endpoint: Endpoint, outlet: Outlet) {
 }
 
 /// Makes one call, and returns the reason why it has ended.
-async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> String {
+async fn call(endpoint: &Endpoint, outlet: &ArrivalSender, has_begun: &mut bool) -> String {
     let channel = match endpoint.connect().await {
         Ok(channel) => channel,
         Err(error) => return causes(&error),
@@ -199,7 +201,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
     };
     outlet.put(Arrival::Connected).await;
     *has_begun = true;
-    let mut numbers = Numbers::default();
+    let mut numbers = SequenceNumbers::default();
     loop {
         match batches.message().await {
             Ok(None) => return "the worker has ended the stream".to_owned(),
@@ -276,7 +278,7 @@ mod tests {
             is_awake: AtomicBool::new(false),
         });
         let room = Arc::new(Semaphore::new(MAX_WAITING_BYTES as usize));
-        let outlet = Outlet { sender, room, waker };
+        let outlet = ArrivalSender { sender, room, waker };
         let put = |bytes: u32| outlet.put(Arrival::Batch(0, vec![0; bytes as usize]));
         runtime().unwrap().block_on(async {
             put(MAX_WAITING_BYTES).await;

@@ -39,7 +39,7 @@ impl Twins {
     }
 
     /// Whether several blocks have this hash.
-    pub fn contain(&self, hash: u64) -> bool {
+    pub fn contains_hash(&self, hash: u64) -> bool {
         self.0.contains_key(&hash)
     }
 }
@@ -157,7 +157,7 @@ impl<'a> Runs<'a> {
         let mut lists: Vec<_> = twins.0.iter().collect();
         lists.sort_unstable();
         for pair in lists.iter().flat_map(|(_, list)| list.windows(2)) {
-            runs.block(pair[0], pair[1]);
+            runs.add_wait(pair[0], pair[1]);
         }
         let roots: Vec<u32> = runs.siblings(first_root).collect();
         runs.add_heads(roots);
@@ -165,7 +165,7 @@ impl<'a> Runs<'a> {
     }
 
     /// Records that `later` must be exported after `earlier` and after the children of `earlier`.
-    fn block(&mut self, earlier: u32, later: u32) {
+    fn add_wait(&mut self, earlier: u32, later: u32) {
         let children: Vec<u32> = self.children(earlier).filter(|&child| child != later).collect();
         for before in std::iter::once(earlier).chain(children) {
             *self.blockers.entry(later).or_default() += 1;
@@ -195,7 +195,7 @@ impl<'a> Runs<'a> {
     }
 
     /// Records that a block was exported. Only the first block of a run can be one for which twins wait.
-    fn unblock(&mut self, head: u32) {
+    fn end_waits(&mut self, head: u32) {
         for later in self.blocked.remove(&head).unwrap_or_default() {
             let Some(left) = self.blockers.get_mut(&later) else { continue };
             *left -= 1;
@@ -208,20 +208,20 @@ impl<'a> Runs<'a> {
     /// Returns a block and the blocks after it that one event can store.
     fn run_from(&mut self, head: u32) -> Vec<u32> {
         let mut run = vec![head];
-        if self.twins.contain(self.blocks.get(head).hash) {
+        if self.twins.contains_hash(self.blocks.get(head).hash) {
             return run;
         }
         if self.blocks.attributes(head).context.is_keyed() {
             while let Some(&next) = self.ready.last()
                 && run.len() < MAX_KEYED
-                && self.is_continued(head, next)
+                && self.can_store_together(head, next)
             {
                 run.extend(self.ready.pop());
             }
             return run;
         }
         let mut last = head;
-        while let Some(next) = self.children(last).find(|&child| self.is_continued(last, child)) {
+        while let Some(next) = self.children(last).find(|&child| self.can_store_together(last, child)) {
             run.push(next);
             last = next;
         }
@@ -229,7 +229,7 @@ impl<'a> Runs<'a> {
     }
 
     /// Whether one event can store the two blocks.
-    fn is_continued(&self, one: u32, other: u32) -> bool {
+    fn can_store_together(&self, one: u32, other: u32) -> bool {
         let blocks = self.blocks;
         let (before, after) = (blocks.attributes(one), blocks.attributes(other));
         let has_same_attributes = std::ptr::eq(before, after)
@@ -241,7 +241,7 @@ impl<'a> Runs<'a> {
         let has_same_certainty = |number: u8| blocks.is_uncertain(one, number) == blocks.is_uncertain(other, number);
         let are_equally_certain = || bits(before.copies).all(has_same_certainty);
         has_same_attributes
-            && !self.twins.contain(blocks.get(other).hash)
+            && !self.twins.contains_hash(blocks.get(other).hash)
             && (blocks.extra_copies() == 0 || has_same_counts())
             && (!blocks.has_uncertain_copies() || are_equally_certain())
     }
@@ -261,7 +261,7 @@ impl Iterator for Runs<'_> {
             .flat_map(|(&number, next)| self.children(number).filter(move |child| Some(child) != next))
             .collect();
         self.add_heads(heads);
-        self.unblock(head);
+        self.end_waits(head);
         Some(run)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use super::{Read, Work};
+use super::{EventHashes, PayloadEvents};
 use crate::groups::GroupKind;
 use crate::keys::{self, Scheme};
 use crate::wire::decode;
@@ -26,7 +26,7 @@ pub(super) struct TokenStore<'a> {
 
 impl<'a> TokenStore<'a> {
     /// Reads the event's blocks, without their salt and placement.
-    pub(super) fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
+    pub(super) fn read(read: &PayloadEvents<'a>, event: &Event) -> Result<Self, &'static str> {
         let count = event.keyable_blocks().ok_or("length-mismatch")?;
         let hashes = &event.hashes.slice(&read.scratch.hashes)[..count];
         if count == 0 && event.hashes.length > 0 {
@@ -101,9 +101,9 @@ pub struct StoredKeys {
 /// part of the seed that the parent's salt contributes. Returns None for any other payload.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
-    let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
+    let (mut scratch, mut work, schema) = (Scratch::default(), EventHashes::default(), SCHEMA.as_ref()?);
     let batch = decode::read(payload, schema, &mut scratch);
-    let read = Read {
+    let read = PayloadEvents {
         bytes: &batch.bytes,
         scratch: &scratch,
     };
@@ -122,11 +122,11 @@ pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredK
 
 /// Computes the keys of the blocks of a store, and writes them into `work`.
 fn keys_after(
-    read: &Read<'_>,
+    read: &PayloadEvents<'_>,
     event: &Event,
     salt: Option<u64>,
     parent: Option<(u64, u64)>,
-    work: &mut Work,
+    work: &mut EventHashes,
 ) -> Result<(), &'static str> {
     if !GroupKind::from_spec(read.bytes(event.spec_kind), None).is_some_and(GroupKind::is_full) {
         return Err("other-group");
@@ -148,7 +148,7 @@ fn keys_after(
 
 /// Returns the part of the seed that the salt of an event contributes; 0 for a first block without a salt. Writes the event's other extra
 /// keys into `extras`.
-pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
+pub(super) fn salt_of(read: &PayloadEvents<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     let is_root = event.parent_hash().is_none();
     let bare = extras_of(read.extra_keys(event), read.bytes(event.lora_name), is_root, extras);
     let own = read.bytes(event.cache_salt).map(keys::salt);
@@ -156,7 +156,7 @@ pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u
 }
 
 /// Writes the local hashes and the keys of all blocks from the index `first` on into `work`.
-pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
+pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut EventHashes) {
     let count = store.hashes.len() - first;
     let mut roller = keys::Roller::new(parent, count, &mut work.locals, &mut work.keys);
     let size = store.scheme.size as usize;
@@ -196,8 +196,8 @@ pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, is_root: bool, extras:
                 salt = Some(keys::salt(text.as_bytes()));
                 return;
             }
-            Extra::Text(text) => keys::untagged(text.as_bytes()),
-            Extra::Bytes(bytes) => keys::untagged(bytes),
+            Extra::Text(text) => keys::untagged_hash(text.as_bytes()),
+            Extra::Bytes(bytes) => keys::untagged_hash(bytes),
             Extra::Int(number) => number as u64,
             Extra::Pair(Id::Int(number), _) => number as u64,
             Extra::Pair(Id::Text(id), offset) => keys::item_at(keys::item_text(id), offset),

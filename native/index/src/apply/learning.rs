@@ -1,6 +1,6 @@
 //! Learns from stores: the groups of an engine, the scheme by which it hashes blocks, and the salts of its prompts.
 
-use super::Read;
+use super::PayloadEvents;
 use super::block_keys::TokenStore;
 use crate::groups::GroupKind;
 use crate::groups::engine_hash::Sample;
@@ -24,7 +24,7 @@ impl Stream {
 
     /// Learns the scheme by which the engine hashes prompts, and the salt of a prompt, from the prompt's first block.
     #[inline]
-    pub(super) fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {
+    pub(super) fn learn_hashing(&mut self, read: &PayloadEvents<'_>, event: &Event) {
         if event.lookahead.is_some() && !self.groups.has_lookahead {
             (self.groups.has_lookahead, self.has_new_groups) = (true, true);
         }
@@ -59,7 +59,7 @@ impl Stream {
     }
 
     #[cold]
-    fn learn_from_root(&mut self, read: &Read<'_>, event: &Event) {
+    fn learn_from_root(&mut self, read: &PayloadEvents<'_>, event: &Event) {
         let (mut salt, mut is_plain) = (None, true);
         if let Some(raw) = read.extra_keys(event) {
             extra_keys(raw, |block, extra| match extra {
@@ -120,7 +120,7 @@ fn tuple_hash(items: &[u32]) -> u64 {
 }
 
 /// Whether the hashes of a store cover values that no event contains: the path of a LoRA, or the positions of multimodal items.
-fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
+fn has_unknown_inputs(read: &PayloadEvents<'_>, event: &Event) -> bool {
     let mut others = event.lora_name.is_some() || event.lora_id.is_some();
     if let Some(raw) = read.extra_keys(event) {
         extra_keys(raw, |block, extra| {

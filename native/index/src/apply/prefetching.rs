@@ -9,18 +9,18 @@ use crate::stream::Stream;
 /// access.
 const BLOCKS_PER_STEP: usize = 8;
 /// Number of prefetched blocks that are remembered; a power of two.
-const RING: usize = 4 * BLOCKS_PER_STEP;
+const RING_BLOCKS: usize = 4 * BLOCKS_PER_STEP;
 
 /// The key and the hash of a block, both mixed with the index's secret, by which tables find the block.
 type MixedPair = (TableHash, TableHash);
 
-/// Prefetched blocks, by their index modulo `RING`. The ring is reused for the next chain, to avoid allocations.
+/// Prefetched blocks, by their index modulo `RING_BLOCKS`. The ring is reused for the next chain, to avoid allocations.
 #[derive(Debug)]
-pub(super) struct Ring(Box<[MixedPair; RING]>);
+pub(super) struct Ring(Box<[MixedPair; RING_BLOCKS]>);
 
 impl Default for Ring {
     fn default() -> Self {
-        Self(Box::new([MixedPair::default(); RING]))
+        Self(Box::new([MixedPair::default(); RING_BLOCKS]))
     }
 }
 
@@ -93,15 +93,25 @@ impl Prefetcher<'_> {
             CacheLevel::Middle => self.add_block(stream, shared, at + BLOCKS_PER_STEP, Stage::Bucket),
             CacheLevel::Far => {
                 if at + BLOCKS_PER_STEP < count {
-                    prefetch_pair(stream, shared, self.ring.0[(at + BLOCKS_PER_STEP) % RING], Stage::Bucket);
+                    prefetch_pair(
+                        stream,
+                        shared,
+                        self.ring.0[(at + BLOCKS_PER_STEP) % RING_BLOCKS],
+                        Stage::Bucket,
+                    );
                 }
                 if at + 2 * BLOCKS_PER_STEP < count {
-                    prefetch_pair(stream, shared, self.ring.0[(at + 2 * BLOCKS_PER_STEP) % RING], Stage::Segment);
+                    prefetch_pair(
+                        stream,
+                        shared,
+                        self.ring.0[(at + 2 * BLOCKS_PER_STEP) % RING_BLOCKS],
+                        Stage::Segment,
+                    );
                 }
                 self.add_block(stream, shared, at + 3 * BLOCKS_PER_STEP, Stage::Directory);
             }
         }
-        self.chain.block_at(self.ring.0[at % RING], at)
+        self.chain.block_at(self.ring.0[at % RING_BLOCKS], at)
     }
 
     /// Adds the block with the index `at` to the ring, if it exists, and takes its first prefetch step.
@@ -110,7 +120,7 @@ impl Prefetcher<'_> {
         if at < self.chain.hashes.len() {
             let pair = self.chain.pair(shared, at);
             prefetch_pair(stream, shared, pair, stage);
-            self.ring.0[at % RING] = pair;
+            self.ring.0[at % RING_BLOCKS] = pair;
         }
     }
 }

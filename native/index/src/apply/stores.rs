@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
 use super::prefetching::{Prefetcher, Ring};
-use super::{Read, Work};
+use super::{EventHashes, PayloadEvents};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
 use crate::keys::{self, Scheme};
@@ -63,9 +63,9 @@ impl Stream {
     pub(super) fn apply_store(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
-        read: &Read<'_>,
+        read: &PayloadEvents<'_>,
         event: &Event,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) {
         writer.spend(1);
         let placement = if event.may_be_copy() {
@@ -87,10 +87,10 @@ impl Stream {
     fn store(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
-        read: &Read<'_>,
+        read: &PayloadEvents<'_>,
         event: &Event,
         placement: Option<u16>,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> Result<(), &'static str> {
         let (kind, group) = (read.bytes(event.spec_kind), event.group.unwrap_or(0));
         let known = GroupKind::from_spec(kind, event.window).unwrap_or(GroupKind::Unknown);
@@ -152,9 +152,9 @@ impl Stream {
     fn store_by_keys(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
-        read: &Read<'_>,
+        read: &PayloadEvents<'_>,
         event: &Event,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
         let kind = GroupKind::from_spec(read.bytes(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
@@ -187,7 +187,7 @@ impl Stream {
         writer: &mut Writer<'_, SharedState>,
         store: &TokenStore<'_>,
         parent: Option<u64>,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> Result<(), &'static str> {
         if !self.is_on_device(store.placement) {
             return self.store_below_device(writer, store, parent, work);
@@ -216,7 +216,7 @@ impl Stream {
         writer: &mut Writer<'_, SharedState>,
         store: &TokenStore<'_>,
         parent: Option<u64>,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> Result<(), &'static str> {
         let (mut awaited, mut above) = (parent, None);
         for (at, &hash) in store.hashes.iter().enumerate() {
@@ -259,7 +259,7 @@ impl Stream {
         store: &TokenStore<'_>,
         at: usize,
         awaited: u64,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) {
         let content = Content {
             tokens: store.window(at, &mut work.window).into(),
@@ -320,7 +320,7 @@ impl Stream {
         store: &TokenStore<'_>,
         first: usize,
         parent: Option<u32>,
-        work: &mut Work,
+        work: &mut EventHashes,
     ) -> Result<Option<u32>, &'static str> {
         let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
         let salt = store.salt.unwrap_or_else(|| parent.map_or(0, salt_of));

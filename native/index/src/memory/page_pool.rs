@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 
 /// Number of bytes of a region: one huge page of x86-64 and of most other processors.
-const REGION: usize = 2 << 20;
+const REGION_BYTES: usize = 2 << 20;
 /// Number of bytes of a span. A span holds the records of one chunk, 12 segments of a table, or 8 wide segments.
-const SPAN: usize = 24 << 10;
+const SPAN_BYTES: usize = 24 << 10;
 /// Number of spans of a region. The region's header follows the spans.
-const SPANS: usize = REGION / SPAN;
+const SPANS_PER_REGION: usize = REGION_BYTES / SPAN_BYTES;
 /// Maximum number of pieces of a span.
 const MAX_PIECES: usize = 16;
 /// Number of empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
@@ -36,16 +36,16 @@ const MIN_FREE_SPANS: usize = 3;
 /// The header at the end of each region.
 struct Header {
     /// A bit for each free span.
-    free: [u64; SPANS.div_ceil(64)],
+    free: [u64; SPANS_PER_REGION.div_ceil(64)],
     used: usize,
     is_listed: bool,
     /// For each span, a bit for each of its free pieces.
-    pieces: [u16; SPANS],
+    pieces: [u16; SPANS_PER_REGION],
     /// For each span, its position in the list of spans with free pieces of the same size.
-    places: [u32; SPANS],
+    places: [u32; SPANS_PER_REGION],
 }
 
-const HEADER: usize = REGION - SPANS * SPAN;
+const HEADER: usize = REGION_BYTES - SPANS_PER_REGION * SPAN_BYTES;
 const _: () = assert!(size_of::<Header>() <= HEADER && HEADER.is_multiple_of(align_of::<Header>()));
 
 /// A span, by its region and its number in the region.
@@ -56,20 +56,24 @@ struct Span {
 }
 
 impl Span {
-    fn of(piece: NonNull<u8>) -> Self {
-        let offset = piece.addr().get() & (REGION - 1);
-        let end = piece.addr().get() - offset + SPANS * SPAN;
+    fn containing(piece: NonNull<u8>) -> Self {
+        let offset = piece.addr().get() & (REGION_BYTES - 1);
+        let end = piece.addr().get() - offset + SPANS_PER_REGION * SPAN_BYTES;
         // SAFETY: regions are aligned to their size, so this is the address of the header of the region that holds the piece.
         let header = unsafe { NonNull::new_unchecked(piece.as_ptr().with_addr(end).cast()) };
         Self {
             header,
-            number: offset / SPAN,
+            number: offset / SPAN_BYTES,
         }
     }
 
     fn start(self) -> NonNull<u8> {
         // SAFETY: the spans of a region are before its header.
-        unsafe { self.header.cast::<u8>().byte_sub((SPANS - self.number) * SPAN) }
+        unsafe {
+            self.header
+                .cast::<u8>()
+                .byte_sub((SPANS_PER_REGION - self.number) * SPAN_BYTES)
+        }
     }
 }
 
@@ -122,7 +126,7 @@ fn pool() -> MutexGuard<'static, Pool> {
 }
 
 thread_local! {
-    static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
+    static HELD_LOCK: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
 /// Makes this process lock the pool during each fork. So no other thread can be changing the pool at the moment that the child inherits.
@@ -136,11 +140,11 @@ fn lock_while_forking() {
 
 /// Locks the pool until this thread, or the only thread of a forked child, calls `release`.
 extern "C" fn lock_pool() {
-    let _ = HELD.try_with(|held| held.set(Some(pool())));
+    let _ = HELD_LOCK.try_with(|held| held.set(Some(pool())));
 }
 
 extern "C" fn release() {
-    let _ = HELD.try_with(Cell::take);
+    let _ = HELD_LOCK.try_with(Cell::take);
 }
 
 impl Pool {
@@ -158,7 +162,7 @@ impl Pool {
     fn take(&mut self, cut: usize) -> NonNull<u8> {
         let span = match self.cut[cut].last() {
             Some(&span) => span,
-            None => self.cut_one(cut),
+            None => self.cut_span(cut),
         };
         // SAFETY: `cut` names spans of mapped regions, whose headers only the holder of the pool's lock uses.
         let free = unsafe { &mut (*span.header.as_ptr()).pieces[span.number] };
@@ -168,12 +172,12 @@ impl Pool {
             self.cut[cut].pop();
         }
         // SAFETY: the piece is inside of the span.
-        unsafe { span.start().byte_add(at * (SPAN / cut)) }
+        unsafe { span.start().byte_add(at * (SPAN_BYTES / cut)) }
     }
 
     fn give(&mut self, cut: usize, piece: NonNull<u8>) {
-        let span = Span::of(piece);
-        let at = (piece.addr().get() - span.start().addr().get()) / (SPAN / cut);
+        let span = Span::containing(piece);
+        let at = (piece.addr().get() - span.start().addr().get()) / (SPAN_BYTES / cut);
         // SAFETY: the piece came from `take`, so its region is mapped, and the pool's lock is held.
         let header = unsafe { &mut *span.header.as_ptr() };
         let before = header.pieces[span.number];
@@ -191,7 +195,7 @@ impl Pool {
     }
 
     /// Cuts a free span into pieces.
-    fn cut_one(&mut self, cut: usize) -> Span {
+    fn cut_span(&mut self, cut: usize) -> Span {
         let span = self.take_span();
         // SAFETY: as in `take`.
         let header = unsafe { &mut *span.header.as_ptr() };
@@ -226,7 +230,7 @@ impl Pool {
         let number = word * 64 + found.free[word].trailing_zeros() as usize;
         found.free[word] &= found.free[word] - 1;
         found.used += 1;
-        if found.used == SPANS {
+        if found.used == SPANS_PER_REGION {
             found.is_listed = false;
             self.open.pop();
         }
@@ -253,9 +257,9 @@ impl Pool {
         }
         self.open.retain(|&other| other != header);
         self.mapped -= 1;
-        self.count(self.free - SPANS);
+        self.count(self.free - SPANS_PER_REGION);
         // SAFETY: no span of this region is in use, and no list contains the region any more.
-        unsafe { libc::munmap(header.as_ptr().byte_sub(SPANS * SPAN).cast(), REGION) };
+        unsafe { libc::munmap(header.as_ptr().byte_sub(SPANS_PER_REGION * SPAN_BYTES).cast(), REGION_BYTES) };
     }
 
     /// Adds a new region.
@@ -263,7 +267,7 @@ impl Pool {
         self.open.push(header);
         self.empty += 1;
         self.mapped += 1;
-        self.count(self.free + SPANS);
+        self.count(self.free + SPANS_PER_REGION);
     }
 
     fn count(&mut self, free: usize) {
@@ -287,40 +291,40 @@ fn map(is_huge: bool) -> NonNull<Header> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let found = libc::mmap(
             std::ptr::null_mut(),
-            2 * REGION,
+            2 * REGION_BYTES,
             libc::PROT_READ | libc::PROT_WRITE,
             flags,
             -1,
             0,
         );
         if found == libc::MAP_FAILED {
-            handle_alloc_error(Layout::from_size_align_unchecked(REGION, REGION));
+            handle_alloc_error(Layout::from_size_align_unchecked(REGION_BYTES, REGION_BYTES));
         }
-        let before = found.addr().wrapping_neg() & (REGION - 1);
+        let before = found.addr().wrapping_neg() & (REGION_BYTES - 1);
         let base = found.byte_add(before);
         if before > 0 {
             libc::munmap(found, before);
         }
-        libc::munmap(base.byte_add(REGION), REGION - before);
+        libc::munmap(base.byte_add(REGION_BYTES), REGION_BYTES - before);
         // This is only advice: without huge pages the region works too, but slower.
         if is_huge && cfg!(target_os = "linux") {
-            libc::madvise(base, REGION, HUGE_PAGES);
+            libc::madvise(base, REGION_BYTES, HUGE_PAGES);
         }
         base
     };
-    let mut free = [0; SPANS.div_ceil(64)];
-    for number in 0..SPANS {
+    let mut free = [0; SPANS_PER_REGION.div_ceil(64)];
+    for number in 0..SPANS_PER_REGION {
         free[number / 64] |= 1 << (number % 64);
     }
     // SAFETY: the header is inside of the new region, which no other thread knows. The write also makes the system allocate the huge page.
     unsafe {
-        let header = base.byte_add(SPANS * SPAN).cast::<Header>();
+        let header = base.byte_add(SPANS_PER_REGION * SPAN_BYTES).cast::<Header>();
         header.write(Header {
             free,
             used: 0,
             is_listed: true,
-            pieces: [0; SPANS],
-            places: [0; SPANS],
+            pieces: [0; SPANS_PER_REGION],
+            places: [0; SPANS_PER_REGION],
         });
         NonNull::new_unchecked(header)
     }
@@ -341,13 +345,18 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
     /// Number of pieces of a span.
     const CUT: usize = {
         let size = COUNT * size_of::<T>();
-        assert!(SPAN.is_multiple_of(size) && SPAN / size <= MAX_PIECES && size.is_multiple_of(64) && align_of::<T>() <= 64);
+        assert!(
+            SPAN_BYTES.is_multiple_of(size)
+                && SPAN_BYTES / size <= MAX_PIECES
+                && size.is_multiple_of(64)
+                && align_of::<T>() <= 64
+        );
         assert!(!std::mem::needs_drop::<T>(), "values are given back without being dropped");
-        SPAN / size
+        SPAN_BYTES / size
     };
 
     /// Creates a piece whose values are computed one by one.
-    pub fn made(make: impl Fn() -> T) -> Self {
+    pub fn from_fn(make: impl Fn() -> T) -> Self {
         let at: NonNull<T> = pool().take(Self::CUT).cast();
         let piece = Self { at, owned: PhantomData };
         for index in 0..COUNT {
@@ -358,11 +367,11 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
     }
 
     /// Creates a piece in which each value is `value`.
-    pub fn filled(value: T) -> Self
+    pub fn from_value(value: T) -> Self
     where
         T: Copy,
     {
-        Self::made(|| value)
+        Self::from_fn(|| value)
     }
 
     /// Turns the piece into a pointer, which owns the piece until the pointer is given to `from_raw`.
@@ -409,8 +418,8 @@ mod tests {
 
     /// Pieces never overlap, and freed pieces are used again.
     #[test]
-    fn pieces_are_apart() {
-        let mut pieces: Vec<Piece<[u64; 512], 2>> = (0..700).map(|number| Piece::filled([number; 512])).collect();
+    fn pieces_do_not_overlap() {
+        let mut pieces: Vec<Piece<[u64; 512], 2>> = (0..700).map(|number| Piece::from_value([number; 512])).collect();
         for round in 0..3_u64 {
             for (number, piece) in pieces.iter_mut().enumerate() {
                 assert!(piece.iter().flatten().all(|&value| value == number as u64 + round * 1000));
@@ -421,7 +430,7 @@ mod tests {
             let live_numbers: Vec<u64> = live.iter().map(|(number, _)| *number as u64).collect();
             drop(
                 (0..more)
-                    .map(|_| Piece::<[u64; 512], 2>::filled([7; 512]))
+                    .map(|_| Piece::<[u64; 512], 2>::from_value([7; 512]))
                     .collect::<Vec<_>>(),
             );
             assert!(
@@ -430,7 +439,7 @@ mod tests {
                     .all(|((_, piece), number)| piece[1][511] == number + (round + 1) * 1000)
             );
             pieces = (0..700)
-                .map(|number| Piece::filled([number + (round + 1) * 1000; 512]))
+                .map(|number| Piece::from_value([number + (round + 1) * 1000; 512]))
                 .collect();
         }
         pieces.clear();
@@ -442,7 +451,7 @@ mod tests {
     fn sizes_share_regions() {
         fn turn<const COUNT: usize>(live: &mut Vec<(u64, Piece<u64, COUNT>)>, number: u64, random: usize) {
             if random.is_multiple_of(5) || live.len() < 200 {
-                live.push((number, Piece::filled(number)));
+                live.push((number, Piece::from_value(number)));
             } else {
                 let (number, piece) = live.swap_remove(random % live.len());
                 assert!(piece.iter().all(|&value| value == number));

@@ -14,12 +14,15 @@ pub fn line<T: ?Sized>(at: *const T) {
 }
 
 /// Number of bytes that `beginning` prefetches. After these bytes the hardware prefetcher continues.
-const BEGINNING: usize = 512;
+const BEGINNING_BYTES: usize = 512;
 /// Number of bytes of a cache line.
-const LINE: usize = 64;
+const LINE_BYTES: usize = 64;
 
 /// Prefetches the beginning of bytes that are read soon, and are probably in no cache.
 #[inline]
 pub fn beginning(bytes: &[u8]) {
-    bytes.chunks(LINE).take(BEGINNING / LINE).for_each(|part| line(part));
+    bytes
+        .chunks(LINE_BYTES)
+        .take(BEGINNING_BYTES / LINE_BYTES)
+        .for_each(|part| line(part));
 }

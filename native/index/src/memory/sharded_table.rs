@@ -4,9 +4,9 @@ use hashbrown::HashTable;
 
 use crate::step_counter;
 
-const PARTS: usize = 64;
+const PART_COUNT: usize = 64;
 /// Position of the bits of a hash that select the part: `hashbrown` uses the bits at both ends.
-const SHIFT: u32 = 40;
+const PART_SHIFT: u32 = 40;
 
 /// A hash table in parts.
 #[derive(Debug)]
@@ -19,14 +19,14 @@ impl<T> ShardedTable<T> {
     /// An empty table.
     pub fn new() -> Self {
         Self {
-            parts: (0..PARTS).map(|_| HashTable::new()).collect(),
+            parts: (0..PART_COUNT).map(|_| HashTable::new()).collect(),
             length: 0,
         }
     }
 
     #[inline]
     fn part(hash: u64) -> usize {
-        (hash >> SHIFT) as usize % PARTS
+        (hash >> PART_SHIFT) as usize % PART_COUNT
     }
 
     /// Number of entries.
@@ -44,10 +44,10 @@ impl<T> ShardedTable<T> {
         self.parts.iter().map(HashTable::allocation_size).sum()
     }
 
-    /// Returns the entry that has this hash and that `is` accepts.
+    /// Returns the entry that has this hash and that `is_match` accepts.
     #[inline]
-    pub fn find(&self, hash: u64, is: impl FnMut(&T) -> bool) -> Option<&T> {
-        self.parts[Self::part(hash)].find(hash, is)
+    pub fn find(&self, hash: u64, is_match: impl FnMut(&T) -> bool) -> Option<&T> {
+        self.parts[Self::part(hash)].find(hash, is_match)
     }
 
     /// Inserts an entry that is not in the table.
@@ -60,10 +60,10 @@ impl<T> ShardedTable<T> {
         self.length += 1;
     }
 
-    /// Removes the entry that has this hash and that `is` accepts.
+    /// Removes the entry that has this hash and that `is_match` accepts.
     #[inline]
-    pub fn remove(&mut self, hash: u64, is: impl FnMut(&T) -> bool) {
-        if let Ok(entry) = self.parts[Self::part(hash)].find_entry(hash, is) {
+    pub fn remove(&mut self, hash: u64, is_match: impl FnMut(&T) -> bool) {
+        if let Ok(entry) = self.parts[Self::part(hash)].find_entry(hash, is_match) {
             entry.remove();
             self.length -= 1;
         }

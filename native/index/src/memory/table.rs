@@ -2,7 +2,7 @@
 //!
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts the entries that
 //! have passed it, so that a search for a missing entry ends early. A directory over the first bits of the hash leads to a segment of
-//! `SEGMENT` buckets (extendible hashing); a full segment is split in two. If hashes were uniform, all segments would be split at about the
+//! `SEGMENT_BUCKETS` buckets (extendible hashing); a full segment is split in two. If hashes were uniform, all segments would be split at about the
 //! same time, and would then be half empty. So hashes are skewed: segments at one end of the directory fill up twice as fast as segments at
 //! the other end. At any size of the table, some segments were just split and others are nearly full, so the table always takes about 10.5
 //! bytes an entry. A dense table has an additional, intermediate size of segments, and takes about 8.5 bytes an entry. Tags are the bits of
@@ -13,7 +13,7 @@ mod segment;
 
 use crate::memory::prefetch;
 
-use segment::{Bucket, SEGMENT, Segment, WIDE};
+use segment::{Bucket, SEGMENT_BUCKETS, Segment, WIDE_BUCKETS};
 
 /// Maximum number of bits of the directory; at this size, full segments grow instead of being split.
 const MAX_DEPTH: u32 = 30;
@@ -37,7 +37,7 @@ impl<F: Fn(u32) -> u64> Hashes for F {
 
 /// Makes low hashes twice as frequent as high ones, and keeps their order.
 #[inline]
-fn skewed(hash: u64) -> u64 {
+fn skew(hash: u64) -> u64 {
     let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
     const THIRD: u64 = u64::MAX / 3;
     high(hash, 2 * THIRD + high(hash, THIRD))
@@ -52,7 +52,7 @@ pub struct TableHash {
 impl From<u64> for TableHash {
     #[inline]
     fn from(hash: u64) -> Self {
-        Self { skewed: skewed(hash) }
+        Self { skewed: skew(hash) }
     }
 }
 
@@ -102,7 +102,7 @@ impl TablePosition {
 
     /// Whether no entry has moved since the position was found; `moves` is the table's current count of moves.
     #[inline]
-    fn holds(self, moves: u32) -> bool {
+    fn is_valid(self, moves: u32) -> bool {
         self.seen >> 16 == u64::from(moves)
     }
 }
@@ -237,7 +237,7 @@ impl Table {
 
     /// Returns the position of a hash, and prefetches the bucket at this position.
     #[inline]
-    pub fn position_ahead(&self, mixed: TableHash) -> TablePosition {
+    pub fn prefetch_position(&self, mixed: TableHash) -> TablePosition {
         let position = self.position_of(mixed);
         if !position.is_none() {
             prefetch::line(self.segments[position.segment()].bucket(position.home()));
@@ -247,8 +247,8 @@ impl Table {
 
     /// Returns the position of a hash: `before`, if no entry has moved since then, else a new position.
     #[inline]
-    pub fn position_again(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
-        if before.holds(self.moves) {
+    pub fn current_position(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
+        if before.is_valid(self.moves) {
             before
         } else {
             self.position_of(mixed)
@@ -385,18 +385,18 @@ impl Table {
         }
         let at = self.at(skewed);
         let (size, depth) = (self.segments[at].size(), self.segments[at].depth());
-        if self.dense && size == SEGMENT {
-            self.refit(at, WIDE);
-        } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(skewed, at, hashes) {
+        if self.dense && size == SEGMENT_BUCKETS {
+            self.refit(at, WIDE_BUCKETS);
+        } else if size < SEGMENT_BUCKETS || depth >= MAX_DEPTH || !self.split(skewed, at, hashes) {
             // A wide segment that cannot be split grows to a power of two.
-            self.refit(at, if size == WIDE { 2 * SEGMENT } else { size * 2 });
+            self.refit(at, if size == WIDE_BUCKETS { 2 * SEGMENT_BUCKETS } else { size * 2 });
         }
     }
 
     fn refit(&mut self, at: usize, buckets: usize) {
         let old = &self.segments[at];
         let mut new = [Segment::new(buckets, old.depth(), old.base())];
-        old.pour(&mut new, [old.used()]);
+        old.copy_into(&mut new, [old.used()]);
         self.buckets = self.buckets + buckets - old.size();
         [self.segments[at]] = new;
     }
@@ -405,24 +405,24 @@ impl Table {
     fn split(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) -> bool {
         let old = &self.segments[at];
         let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
-        let more = old.in_second_half();
+        let more = old.second_half_len();
         let used = [old.used() - more, more];
         if used.iter().any(|half| half * 8 < old.used()) {
             return false;
         }
-        // A half of a wide segment does not always fit in `SEGMENT` buckets.
+        // A half of a wide segment does not always fit in `SEGMENT_BUCKETS` buckets.
         let half = |used: usize| {
-            if size == WIDE && Segment::fits(used, SEGMENT) {
-                SEGMENT
+            if size == WIDE_BUCKETS && Segment::fits(used, SEGMENT_BUCKETS) {
+                SEGMENT_BUCKETS
             } else {
                 size
             }
         };
         let sizes = used.map(half);
         let mut halves = sizes.map(|size| Segment::new(size, depth, base));
-        old.pour(&mut halves, used);
-        if halves[0].tags_are_used_up() {
-            halves.iter_mut().for_each(|half| half.take_tags(depth, hashes));
+        old.copy_into(&mut halves, used);
+        if halves[0].are_tags_used_up() {
+            halves.iter_mut().for_each(|half| half.compute_tags(depth, hashes));
         }
         if depth > self.depth {
             self.directory = self.directory.iter().flat_map(|&segment| [segment, segment]).collect();
@@ -436,13 +436,13 @@ impl Table {
         self.segments.push(high);
         self.buckets = self.buckets + sizes[0] + sizes[1] - size;
         let number = (self.segments.len() - 1) as u32;
-        let (first, span) = self.span(skewed, depth - 1);
+        let (first, span) = self.directory_range(skewed, depth - 1);
         self.directory[first + span / 2..first + span].fill(number);
         true
     }
 
     /// The range of directory entries whose indices share the first `depth` bits of a hash: the first index, and the number of entries.
-    fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
+    fn directory_range(&self, skewed: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
         (self.entry(skewed) & !(span - 1), span)
     }
@@ -451,39 +451,39 @@ impl Table {
     fn shrink(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) {
         let segment = &self.segments[at];
         let (used, depth, size) = (segment.used(), segment.depth(), segment.size());
-        if size > SEGMENT || (depth == 0 && size > 1) {
-            if size == WIDE || Segment::may_shrink(used, size / 2) {
-                self.refit(at, if size == WIDE { SEGMENT } else { size / 2 });
+        if size > SEGMENT_BUCKETS || (depth == 0 && size > 1) {
+            if size == WIDE_BUCKETS || Segment::may_shrink(used, size / 2) {
+                self.refit(at, if size == WIDE_BUCKETS { SEGMENT_BUCKETS } else { size / 2 });
             }
             return;
         }
         if depth == 0 {
             return;
         }
-        let (first, span) = self.span(skewed, depth - 1);
+        let (first, span) = self.directory_range(skewed, depth - 1);
         let pair = [self.directory[first] as usize, self.directory[first + span / 2] as usize];
         let same = pair
             .iter()
-            .all(|&half| self.segments[half].depth() == depth && self.segments[half].size() == SEGMENT);
-        if !same || !Segment::may_shrink(self.segments[pair[0]].used() + self.segments[pair[1]].used(), SEGMENT) {
+            .all(|&half| self.segments[half].depth() == depth && self.segments[half].size() == SEGMENT_BUCKETS);
+        if !same || !Segment::may_shrink(self.segments[pair[0]].used() + self.segments[pair[1]].used(), SEGMENT_BUCKETS) {
             return;
         }
         // Both halves need tags of the same bits, including the bit that the halves no longer share.
         let [base, other] = pair.map(|half| self.segments[half].base());
         let base = if base == other { base.min(depth - 1) } else { depth - 1 };
-        let mut merged = [Segment::new(SEGMENT, depth - 1, base)];
+        let mut merged = [Segment::new(SEGMENT_BUCKETS, depth - 1, base)];
         for half in pair {
             let half = &mut self.segments[half];
             if half.base() != base {
-                half.take_tags(base, hashes);
+                half.compute_tags(base, hashes);
             }
-            half.pour(&mut merged, [half.used()]);
+            half.copy_into(&mut merged, [half.used()]);
         }
         [self.segments[pair[0]]] = merged;
         self.directory[first..first + span].fill(pair[0] as u32);
-        self.buckets -= SEGMENT;
+        self.buckets -= SEGMENT_BUCKETS;
         self.drop_segment(pair[1], hashes);
-        self.narrow();
+        self.halve_directory();
     }
 
     /// Removes a segment; the last segment takes its number.
@@ -496,7 +496,7 @@ impl Table {
             let depth = moved.depth();
             match moved.records().next() {
                 Some(record) => {
-                    let (first, span) = self.span(skewed(hashes.hash_of(record)), depth);
+                    let (first, span) = self.directory_range(skew(hashes.hash_of(record)), depth);
                     self.directory[first..first + span].fill(number as u32);
                 }
                 None => self
@@ -512,7 +512,7 @@ impl Table {
     }
 
     /// Halves the directory if it has four times as many entries as there are segments.
-    fn narrow(&mut self) {
+    fn halve_directory(&mut self) {
         while self.directory.len() > 4 * self.segments.len() && self.directory.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
             self.directory = self.directory.chunks_exact(2).map(|pair| pair[0]).collect();
             self.depth -= 1;

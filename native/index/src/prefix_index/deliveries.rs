@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::PrefixIndex;
-use crate::apply::{Read, Work};
+use crate::apply::{EventHashes, PayloadEvents};
 use crate::store::shared_state::SharedState;
 use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::sync::yielding_lock::Writer;
@@ -69,7 +69,7 @@ impl ApplyResult {
 #[derive(Default)]
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
-    work: Work,
+    work: EventHashes,
 }
 
 thread_local! {
@@ -281,7 +281,7 @@ impl Buffers {
             stream.evidence.is_whole = false;
         }
         let Self { scratch, work } = self;
-        let read = Read { bytes, scratch };
+        let read = PayloadEvents { bytes, scratch };
         stream.grant(scratch.payload_bytes);
         let mut cleared = false;
         for event in scratch.events.iter().filter(|event| is_meant(event)) {

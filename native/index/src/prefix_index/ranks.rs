@@ -16,7 +16,7 @@ use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::wire::scan::{Event, Kind};
 
 /// The rank numbers that a stream can carry: those that a service can register.
-const RANGE: std::ops::Range<i64> = 0..1 << 32;
+const RANK_RANGE: std::ops::Range<i64> = 0..1 << 32;
 
 /// The reasons for which the blocks of a batch are refused.
 const TOO_MANY: &str = "too-many-ranks";
@@ -187,7 +187,7 @@ impl PrefixIndex {
         // Unlike elsewhere, the registry is locked after a stream, as in `remove_ranks`: `replacing` excludes the thread that locks a
         // stream after the registry.
         let mut registry = self.registry.write();
-        if registry.find(source, stated).is_some() || !RANGE.contains(&stated) {
+        if registry.find(source, stated).is_some() || !RANK_RANGE.contains(&stated) {
             drop(registry);
             stream.clear_all(&mut self.shared_lock.write());
             stream.set_aside(ANOTHER_STREAM);
@@ -240,7 +240,7 @@ impl PrefixIndex {
             return known;
         }
         let mut writer = self.shared_lock.write();
-        let is_full = registry.ranks_of(source, carrier).count() > self.limits.ranks || !RANGE.contains(&rank);
+        let is_full = registry.ranks_of(source, carrier).count() > self.limits.ranks || !RANK_RANGE.contains(&rank);
         let number = writer.vacancy().filter(|_| !is_full).ok_or(TOO_MANY)?;
         let (model, drafts) = (registry.labels.get(source).cloned(), registry.drafts.get(source).cloned());
         let worker = Worker {

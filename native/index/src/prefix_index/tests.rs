@@ -68,7 +68,7 @@ fn tokens_of(index: &PrefixIndex, tokens: &[u32]) -> Vec<u32> {
 
 /// Lookups wait only for a writer that is changing data that they read.
 #[test]
-fn a_lookup_passes_writers() {
+fn a_lookup_waits_only_for_writers_of_the_same_data() {
     let (index, stored) = (index(), payload("BlockStored"));
     index.batch("a", 0, 0, 0, &stored);
     let mut writer = index.shared_lock.write();
@@ -90,7 +90,7 @@ fn a_lookup_passes_writers() {
 /// While chains are added and removed and slots are reused, a lookup finds the state of one moment. It never counts blocks of one chain for
 /// another chain.
 #[test]
-fn what_a_lookup_finds_was_true_at_one_moment() {
+fn a_lookup_finds_the_state_of_one_moment() {
     const BLOCKS: u64 = 64;
     let index = index();
     let tokens = |chain: u64| -> Vec<u32> { (0..2 * BLOCKS).map(|at| (chain * 1_000 + at) as u32).collect() };

@@ -5,7 +5,7 @@
 //! exist if the batch that announces it also repeats the store of its block with full attention.
 
 /// Number of entries whose memory is kept for the next batch.
-const ENTRIES_KEPT: usize = 64;
+const MIN_CAPACITY: usize = 64;
 
 /// The announcements of one batch that might be reports of hits. `B` identifies a block, and `P` a placement.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
         self.repeated.sort_unstable();
         let is_repeated = |(block, _): &&(B, P)| self.repeated.binary_search(block).is_ok();
         let uncertain = self.fresh.iter().filter(is_repeated).copied().collect();
-        if self.fresh.capacity().max(self.repeated.capacity()) > ENTRIES_KEPT {
+        if self.fresh.capacity().max(self.repeated.capacity()) > MIN_CAPACITY {
             *self = Self::default();
         }
         self.fresh.clear();
@@ -42,7 +42,7 @@ mod tests {
 
     /// A copy is uncertain only if one batch both announces it and repeats the store of its block.
     #[test]
-    fn a_batch_is_compared_with_itself() {
+    fn copies_are_uncertain_only_within_one_batch() {
         let mut reports = HitReports::default();
         reports.fresh.push((1, 0));
         assert_eq!(reports.take_uncertain(), vec![]);

@@ -16,13 +16,13 @@ const RECORD_BYTES: usize = 8;
 /// The replaced LoRAs of one stream, by the part of the seed that the LoRA contributes.
 #[derive(Clone, Debug, Default)]
 pub struct ReplacedLoras {
-    current: HashMap<u64, Current>,
+    current: HashMap<u64, CurrentBlocks>,
     records: usize,
 }
 
 /// The blocks of a replaced LoRA that certainly match.
 #[derive(Clone, Debug, Default)]
-struct Current {
+struct CurrentBlocks {
     /// Records of the blocks that were stored after the last change of the weights.
     records: HashSet<u32>,
     /// Whether blocks have shown a change of the weights that the engine's list of LoRAs has not shown yet.
@@ -124,7 +124,7 @@ impl ReplacedLoras {
 
     fn begin(&mut self, lora: u64, is_ahead: bool) {
         let records = HashSet::new();
-        let former = self.current.insert(lora, Current { records, is_ahead });
+        let former = self.current.insert(lora, CurrentBlocks { records, is_ahead });
         self.records -= former.map_or(0, |former| former.records.len());
     }
 

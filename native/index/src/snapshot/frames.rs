@@ -8,8 +8,8 @@ const MAGIC: [u8; 8] = *b"KVEINDEX";
 /// The version of the format that is written; no other version can be read.
 pub const VERSION: u32 = 7;
 /// Maximum number of payload bytes of a frame.
-const FRAME: usize = 1 << 20;
-const HEADER: usize = 12;
+const MAX_FRAME_BYTES: usize = 1 << 20;
+const HEADER_BYTES: usize = 12;
 
 /// Why a snapshot could not be read.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl std::error::Error for Failure {
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::UnexpectedEof {
-            bad("it is truncated")
+            failure("the snapshot is truncated")
         } else {
             Self::Io(error)
         }
@@ -49,12 +49,12 @@ impl From<io::Error> for Failure {
 }
 
 /// Returns the failure for bytes that are not a usable snapshot; `what` says why.
-pub fn bad(what: impl Into<String>) -> Failure {
+pub fn failure(what: impl Into<String>) -> Failure {
     Failure::Bad(what.into())
 }
 
-fn head() -> [u8; HEADER] {
-    let mut head = [0; HEADER];
+fn head() -> [u8; HEADER_BYTES] {
+    let mut head = [0; HEADER_BYTES];
     head[..8].copy_from_slice(&MAGIC);
     head[8..].copy_from_slice(&VERSION.to_le_bytes());
     head
@@ -78,19 +78,19 @@ impl<W: Write> FrameWriter<W> {
         out.write_all(&head())?;
         Ok(Self {
             out,
-            buffer: Vec::with_capacity(FRAME + FRAME / 4),
+            buffer: Vec::with_capacity(MAX_FRAME_BYTES + MAX_FRAME_BYTES / 4),
             sum: xxh3_64(&head()),
         })
     }
 
     /// Writes all complete frames to the output.
     pub fn drain(&mut self) -> io::Result<()> {
-        let whole = self.buffer.len() - self.buffer.len() % FRAME;
+        let whole = self.buffer.len() - self.buffer.len() % MAX_FRAME_BYTES;
         self.emit(whole)
     }
 
     fn emit(&mut self, length: usize) -> io::Result<()> {
-        for frame in self.buffer[..length].chunks(FRAME) {
+        for frame in self.buffer[..length].chunks(MAX_FRAME_BYTES) {
             self.sum = sum_of(frame, self.sum);
             self.out.write_all(&header(frame.len(), self.sum))?;
             self.out.write_all(frame)?;
@@ -140,8 +140,8 @@ impl<W: Write> FrameWriter<W> {
     }
 }
 
-fn header(length: usize, sum: u64) -> [u8; HEADER] {
-    let mut header = [0; HEADER];
+fn header(length: usize, sum: u64) -> [u8; HEADER_BYTES] {
+    let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(&(length as u32).to_le_bytes());
     header[4..].copy_from_slice(&sum.to_le_bytes());
     header
@@ -158,10 +158,10 @@ pub struct FrameReader<R> {
 impl<R: Read> FrameReader<R> {
     /// Reads the head of the file.
     pub fn new(mut from: R) -> Result<Self, Failure> {
-        let mut found = Vec::with_capacity(HEADER);
-        (&mut from).take(HEADER as u64).read_to_end(&mut found)?;
-        if found.len() < HEADER || found[..8] != MAGIC {
-            return Err(bad("it is not a snapshot of an index"));
+        let mut found = Vec::with_capacity(HEADER_BYTES);
+        (&mut from).take(HEADER_BYTES as u64).read_to_end(&mut found)?;
+        if found.len() < HEADER_BYTES || found[..8] != MAGIC {
+            return Err(failure("the data is not a snapshot of an index"));
         }
         let version = u32::from_le_bytes(array(&found[8..]));
         match version {
@@ -171,25 +171,25 @@ impl<R: Read> FrameReader<R> {
                 at: 0,
                 sum: xxh3_64(&head()),
             }),
-            ..VERSION => Err(bad(format!(
-                "its version {version} is one that this release of kvevents does not read any more"
+            ..VERSION => Err(failure(format!(
+                "snapshot version {version} is too old: this release of kvevents reads only version {VERSION}"
             ))),
-            _ => Err(bad(format!(
-                "its version {version} is newer than {VERSION}, the newest that this release of kvevents reads"
+            _ => Err(failure(format!(
+                "snapshot version {version} is too new: this release of kvevents reads only version {VERSION}"
             ))),
         }
     }
 
     /// Reads the next frame. Returns false at the end of the file.
     fn advance(&mut self) -> Result<bool, Failure> {
-        let mut header = [0; HEADER];
+        let mut header = [0; HEADER_BYTES];
         self.from.read_exact(&mut header)?;
         let (length, sum) = (
             u32::from_le_bytes(array(&header[..4])) as usize,
             u64::from_le_bytes(array(&header[4..])),
         );
-        if length > FRAME {
-            return Err(bad("it is damaged: a frame is longer than the maximum"));
+        if length > MAX_FRAME_BYTES {
+            return Err(failure("the snapshot is damaged: a frame is longer than the maximum"));
         }
         self.frame.clear();
         self.at = 0;
@@ -198,11 +198,11 @@ impl<R: Read> FrameReader<R> {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
         if sum_of(&self.frame, self.sum) != sum {
-            return Err(bad("it is damaged: a checksum does not match"));
+            return Err(failure("the snapshot is damaged: a checksum does not match"));
         }
         self.sum = sum;
         if length == 0 && self.from.read(&mut [0])? > 0 {
-            return Err(bad("data follows its end"));
+            return Err(failure("data follows the end of the snapshot"));
         }
         Ok(length > 0)
     }
@@ -217,7 +217,8 @@ impl<R: Read> FrameReader<R> {
     }
 
     pub fn byte(&mut self) -> Result<u8, Failure> {
-        self.next()?.ok_or_else(|| bad("its last item is incomplete"))
+        self.next()?
+            .ok_or_else(|| failure("the last item of the snapshot is incomplete"))
     }
 
     #[inline]
@@ -246,7 +247,7 @@ impl<R: Read> FrameReader<R> {
                 return Ok(value);
             }
         }
-        Err(bad("a count has too many bytes"))
+        Err(failure("a count has too many bytes"))
     }
 
     /// Reads a count that must be below `bound`; `what` names the count in the failure.
@@ -255,7 +256,7 @@ impl<R: Read> FrameReader<R> {
         if value < bound {
             Ok(value)
         } else {
-            Err(bad(format!("unknown {what} {value}")))
+            Err(failure(format!("invalid {what} {value}: expected less than {bound}")))
         }
     }
 
@@ -275,14 +276,14 @@ impl<R: Read> FrameReader<R> {
 
     pub fn text(&mut self) -> Result<String, Failure> {
         let length = self.count()?;
-        String::from_utf8(self.bytes(length)?).map_err(|_| bad("a name is not UTF-8 text"))
+        String::from_utf8(self.bytes(length)?).map_err(|_| failure("a name is not UTF-8 text"))
     }
 
     pub fn option<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, Failure>) -> Result<Option<T>, Failure> {
         match self.byte()? {
             0 => Ok(None),
             1 => read(self).map(Some),
-            other => Err(bad(format!("invalid presence byte {other}: expected 0 or 1"))),
+            other => Err(failure(format!("invalid presence byte {other}: expected 0 or 1"))),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::sync::yielding_lock::YieldingRwLock;
 
 /// The contents of a snapshot.
 #[derive(Debug, Default)]
-pub struct Part {
+pub struct SnapshotContents {
     /// All streams, in the order of their workers.
     pub streams: Vec<ImportedStream>,
     /// The model of each source.
@@ -25,7 +25,7 @@ pub struct Part {
     pub fences: Vec<(Worker, i64)>,
 }
 
-impl Part {
+impl SnapshotContents {
     /// Applies these labels to the streams, and makes the streams of this snapshot visible to lookups.
     fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
         if !labels.is_empty() {
@@ -35,7 +35,7 @@ impl Part {
     }
 }
 
-fn held(worker: &Worker) -> Failure {
+fn worker_exists(worker: &Worker) -> Failure {
     let Worker { source, rank } = worker;
     Failure::Bad(format!(
         "the index holds the worker {source:?} with rank {rank} already; call remove_worker for it first"
@@ -49,11 +49,11 @@ impl PrefixIndex {
     }
 
     /// Replaces everything in the index, except the overlay, by restored streams and their shared state.
-    pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
+    pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: SnapshotContents) {
         let mut fresh = Registry::new(Secret::new());
         part.streams.iter().for_each(|imported| fresh.enter(imported));
         part.show(&mut shared_lock.write(), &by_source(&part.labels));
-        let Part {
+        let SnapshotContents {
             labels,
             fences,
             streams: part_streams,
@@ -102,7 +102,7 @@ impl PrefixIndex {
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
         // The shared state must not be replaced during this call, since the added streams would be dropped with the old one.
         let _whole = self.replacing.read_recursive();
-        let mut part = Part::default();
+        let mut part = SnapshotContents::default();
         // While `strangers` is above 0, lookups allow for heads that have the same keys as linked blocks.
         self.shared_lock.write().view.change().strangers += 1;
         let outcome = super::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
@@ -119,7 +119,7 @@ impl PrefixIndex {
     pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
         let registry = self.registry.read();
         if registry.find(&worker.source, worker.rank).is_some() {
-            return Err(held(&worker));
+            return Err(worker_exists(&worker));
         }
         let model = registry.labels.get(&worker.source).cloned();
         let mut shared = self.shared_lock.write();
@@ -138,12 +138,12 @@ impl PrefixIndex {
     }
 
     /// Registers the streams of a snapshot after all of them were read.
-    fn register_imported(&self, part: &Part) -> Result<(), Failure> {
+    fn register_imported(&self, part: &SnapshotContents) -> Result<(), Failure> {
         let mut registry = self.registry.write();
         // A delivery may have registered one of these workers while the snapshot was read.
         let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
         if let Some(imported) = part.streams.iter().find(known) {
-            return Err(held(&imported.worker));
+            return Err(worker_exists(&imported.worker));
         }
         for imported in &part.streams {
             registry.admit(&imported.worker);

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
 
-use super::importing::Part;
+use super::importing::SnapshotContents;
 use crate::groups::cache::MAX_SALTS;
 use crate::groups::engine_hash::EngineHash;
 use crate::groups::{FULL_KINDS, GroupKind};
@@ -31,10 +31,10 @@ use crate::store::shared_state::{Block, SharedState};
 use crate::stream::{StatedRanks, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
-use super::frames::{Failure, FrameReader, bad};
+use super::frames::{Failure, FrameReader, failure};
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLACEMENT, REST, RUN, SEVERAL, SEVERAL_RANKS,
-    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, CONTINUATION, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, ORDER, PLACEMENT, RUN,
+    SEVERAL_RANKS, STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Number of blocks that are placed before the lock of the shared state is released. The lock is held for about a tenth of a millisecond;
@@ -43,30 +43,33 @@ pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything in the index except the overlay. A failed call changes nothing.
 pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
-    let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
-    Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
+    let (shared_lock, mut part) = (
+        YieldingRwLock::new(SharedState::new(*index.limits())),
+        SnapshotContents::default(),
+    );
+    SnapshotReader::new(from, &shared_lock, None, *index.limits(), &mut part)?.read_all()?;
     index.replace(shared_lock, part);
     Ok(())
 }
 
 /// Adds the streams of a snapshot to a shared state, where lookups do not see them yet. After a failure, `part` has the streams that were
 /// added before; the last of these can be incomplete.
-pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut Part) -> Result<(), Failure> {
-    Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
+pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut SnapshotContents) -> Result<(), Failure> {
+    SnapshotReader::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.read_all()
 }
 
 fn unexpected(item: u8) -> Failure {
-    bad(format!("unexpected item of kind {item}"))
+    failure(format!("unexpected item kind {item}"))
 }
 
-struct Restoring<'a, R> {
+struct SnapshotReader<'a, R> {
     from: FrameReader<R>,
     /// The shared state to which the blocks are added.
     shared_lock: &'a YieldingRwLock<SharedState>,
     /// The index that has this shared state; None if the shared state is new.
     index: Option<&'a PrefixIndex>,
     limits: Limits,
-    part: &'a mut Part,
+    part: &'a mut SnapshotContents,
     /// Placements by their ID in the file, with their ID in the shared state. This ID is None until the present stream has a block on the
     /// placement.
     placements: Vec<(Placement, Option<u16>)>,
@@ -76,13 +79,13 @@ struct Restoring<'a, R> {
     state: RunState,
 }
 
-impl<'a, R: Read> Restoring<'a, R> {
+impl<'a, R: Read> SnapshotReader<'a, R> {
     fn new(
         from: R,
         shared_lock: &'a YieldingRwLock<SharedState>,
         index: Option<&'a PrefixIndex>,
         limits: Limits,
-        part: &'a mut Part,
+        part: &'a mut SnapshotContents,
     ) -> Result<Self, Failure> {
         Ok(Self {
             from: FrameReader::new(from)?,
@@ -96,7 +99,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         })
     }
 
-    fn all(mut self) -> Result<(), Failure> {
+    fn read_all(mut self) -> Result<(), Failure> {
         while let Some(item) = self.from.next()? {
             match item {
                 PLACEMENT => self.placement()?,
@@ -139,10 +142,10 @@ impl<'a, R: Read> Restoring<'a, R> {
             group: from.signed()?,
         };
         if self.placements.iter().any(|(known, _)| *known == placement) {
-            return Err(bad("a placement is repeated"));
+            return Err(failure("a placement is repeated"));
         }
         if self.placements.len() == MAX_PLACEMENTS {
-            return Err(bad(format!("it has more than {MAX_PLACEMENTS} placements")));
+            return Err(failure(format!("the snapshot has more than {MAX_PLACEMENTS} placements")));
         }
         self.placements.push((placement, None));
         Ok(())
@@ -150,17 +153,17 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     /// Reads the ID of a placement in the file. Returns the ID of the placement in the shared state.
     fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
-        let at = self.from.below(self.placements.len() as u64, "placement")?;
+        let at = self.from.below(self.placements.len() as u64, "placement number")?;
         let (placement, number) = &mut self.placements[at as usize];
         if let Some(number) = *number {
             return Ok(number);
         }
         let most = self.limits.places;
         if stream.held().count() >= most {
-            return Err(bad(format!("a stream has blocks in more than {most} placements")));
+            return Err(failure(format!("a stream has blocks in more than {most} placements")));
         }
         *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
-        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLACEMENTS} placements")))
+        number.ok_or_else(|| failure(format!("the index would have more than {MAX_PLACEMENTS} placements")))
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {
@@ -173,7 +176,7 @@ impl<'a, R: Read> Restoring<'a, R> {
     fn stream(&mut self) -> Result<(), Failure> {
         let worker = self.worker()?;
         if self.part.streams.last().is_some_and(|last| *last.worker >= worker) {
-            return Err(bad("its workers are not sorted"));
+            return Err(failure("the workers of the snapshot are not sorted"));
         }
         let incarnation = self.from.signed()?;
         let carrier = self.from.option(FrameReader::signed)?;
@@ -189,12 +192,15 @@ impl<'a, R: Read> Restoring<'a, R> {
             NO_RANK => StatedRanks::None,
             ONE_RANK => StatedRanks::One(self.from.signed()?),
             SEVERAL_RANKS => StatedRanks::Several,
-            other => return Err(bad(format!("unknown kind of stated ranks {other}"))),
+            other => return Err(failure(format!("unknown variant {other} of stated ranks"))),
         };
         stream.last = self.from.signed()?;
         let has_attested = self.from.byte()? != 0;
         let mut unkept = Vec::new();
-        for _ in 0..self.from.below(self.limits.groups as u64 + 1, "groups of unknown kinds")? {
+        for _ in 0..self
+            .from
+            .below(self.limits.groups as u64 + 1, "number of groups of unknown kinds")?
+        {
             unkept.push((self.from.signed()?, self.from.fixed()?));
         }
         stream.put_attested(has_attested, unkept);
@@ -227,7 +233,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let mut shared = self.shared_lock.write();
         let number = shared.view.members.len();
         if number >= MAX_STREAMS {
-            return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
+            return Err(failure(format!("the snapshot has more than {MAX_STREAMS} streams")));
         }
         Ok(ImportedStream::join(
             &mut shared,
@@ -247,13 +253,13 @@ impl<'a, R: Read> Restoring<'a, R> {
             let kind = match self.from.byte()? {
                 UNKNOWN_GROUP => GroupKind::Unknown,
                 STATE_GROUP => GroupKind::State,
-                WINDOW_GROUP => GroupKind::Window(self.from.below(1 << 32, "window of")? as u32),
+                WINDOW_GROUP => GroupKind::Window(self.from.below(1 << 32, "window size")? as u32),
                 full if full < FULL_KINDS => GroupKind::Full(full),
-                other => return Err(bad(format!("unknown kind of group {other}"))),
+                other => return Err(failure(format!("unknown kind {other} of a group"))),
             };
-            let size = self.from.below(1 << 32, "block of")? as u32;
+            let size = self.from.below(1 << 32, "block size")? as u32;
             if (size == 0 && kind != GroupKind::Unknown) || kind == GroupKind::Window(0) {
-                return Err(bad("a group has blocks or a window of 0 tokens"));
+                return Err(failure("a group has blocks or a window of 0 tokens"));
             }
             stream.groups.learn(group, kind, size);
         }
@@ -261,7 +267,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             .from
             .option(|from| Ok([from.count()?, from.count()?, from.count()?, from.count()?]))?;
         stream.groups.hashing = match parts {
-            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("the hash scheme of an engine is unknown"))?),
+            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| failure("the hash scheme of an engine is unknown"))?),
             None => None,
         };
         let flags = self.from.byte()?;
@@ -275,7 +281,7 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     /// Reads the items of a stream.
     fn blocks(&mut self, stream: &mut Stream) -> Result<(), Failure> {
-        let mut several = Several::default();
+        let mut several = BlockOrder::default();
         loop {
             match self.from.byte()? {
                 CONTEXT => {
@@ -285,10 +291,10 @@ impl<'a, R: Read> Restoring<'a, R> {
                     let context = self.context()?;
                     let number = self.shared_lock.write().contexts.retain(context);
                     self.contexts
-                        .push(number.ok_or_else(|| bad("the index would have too many contexts"))?);
+                        .push(number.ok_or_else(|| failure("the index would have too many contexts"))?);
                 }
                 RUN => self.run(stream)?,
-                SEVERAL => {
+                ORDER => {
                     let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
                     let context = self.context_named()?;
                     several.add(self.shared_lock, stream, hash, (key, context), self.state.is_refused)?;
@@ -317,7 +323,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         stream.counters.evicted += refused.count;
         stream.evidence.is_whole &= refused.count == 0;
         if read != (blocks, digest) {
-            return Err(bad("the blocks of a stream do not match its digest"));
+            return Err(failure("the blocks of a stream do not match its digest"));
         }
         Ok(())
     }
@@ -332,7 +338,7 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     /// Reads the ID of a context in the file. Returns the ID of the context in the shared state.
     fn context_named(&mut self) -> Result<u32, Failure> {
-        let at = self.from.below(self.contexts.len() as u64, "context")?;
+        let at = self.from.below(self.contexts.len() as u64, "context number")?;
         Ok(self.contexts[at as usize])
     }
 
@@ -346,10 +352,10 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 
     fn scheme(&mut self) -> Result<Scheme, Failure> {
-        let size = self.from.below(1 << 32, "block size of")? as u32;
+        let size = self.from.below(1 << 32, "block size")? as u32;
         let eagle = self.from.option(|_| Ok(()))?.is_some();
         if size == 0 {
-            Err(bad("a block has no tokens"))
+            Err(failure("a block has no tokens"))
         } else {
             Ok(Scheme { size, eagle })
         }
@@ -363,21 +369,21 @@ impl<'a, R: Read> Restoring<'a, R> {
         self.state.placements.clear();
         for _ in 0..self
             .from
-            .below(self.placements.len() as u64 + 1, "block on so many placements:")?
+            .below(self.placements.len() as u64 + 1, "number of placements of a block")?
         {
             let placement = self.placement_named(stream)?;
             let least = self.from.below(1 << 32, "number of copies")? as u32;
             let most = self.from.below(1 << 32, "number of copies")? as u32;
             if most == 0 || least > most {
-                return Err(bad(format!("a block has from {least} to {most} copies")));
+                return Err(failure(format!("invalid bounds of a number of copies: {least} to {most}")));
             }
             self.state.placements.push((placement, Copies { least, most }));
         }
         let mut is_linked = match kind {
             KEYS | CHAIN => false,
-            REST if self.state.before.is_some() => true,
-            REST => return Err(bad("a run continues without a block before it")),
-            other => return Err(bad(format!("unknown kind of run {other}"))),
+            CONTINUATION if self.state.before.is_some() => true,
+            CONTINUATION => return Err(failure("a run continues without a block before it")),
+            other => return Err(failure(format!("unknown kind {other} of a run"))),
         };
         while left > 0 {
             let count = left.min(BLOCKS_AT_ONCE);
@@ -433,7 +439,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 }
                 let parent = state.parent.filter(|_| *is_linked && !keyed);
                 let number = stream.put(shared, block, &state.placements, parent);
-                let number = number.ok_or_else(|| bad("a block is repeated or missing"))?;
+                let number = number.ok_or_else(|| failure("a block is repeated or missing"))?;
                 if stream.has_replaced_loras() && !state.is_outdated {
                     stream.put_current(shared, number);
                 }
@@ -450,7 +456,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let awaited = self.from.fixed()?;
         let content = match self.from.option(|_| Ok(()))? {
             Some(()) => Some(self.content()?),
-            None if awaited != hash => return Err(bad("a hash without tokens waits for another hash")),
+            None if awaited != hash => return Err(failure("a hash without tokens waits for another hash")),
             None => None,
         };
         Ok(Waiting {
@@ -499,7 +505,7 @@ impl<'a, R: Read> Restoring<'a, R> {
 /// Merges each head with the linked block that has the same key, if both exist. Such pairs exist if a stream of the snapshot lacks blocks
 /// of a chain. If a stream of the snapshot holds the head, it then holds the linked block instead. If other streams hold the head too, the
 /// head stays, and the linked block also becomes a head. Concurrent deliveries create no such pairs, because they search for heads first.
-fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
+fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &SnapshotContents) {
     // No other thread knows these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
         .streams
@@ -556,12 +562,12 @@ struct RunState {
 
 /// The blocks of one hash, the oldest first.
 #[derive(Default)]
-struct Several {
+struct BlockOrder {
     hash: u64,
     blocks: Vec<(u64, u32)>,
 }
 
-impl Several {
+impl BlockOrder {
     fn add(
         &mut self,
         shared_lock: &YieldingRwLock<SharedState>,
@@ -589,7 +595,7 @@ impl Several {
         if known {
             Ok(())
         } else {
-            Err(bad("blocks of one hash are ordered, but some are missing"))
+            Err(failure("blocks of one hash are ordered, but some are missing"))
         }
     }
 }

@@ -30,7 +30,7 @@ fn worker(source: &str) -> Worker {
 }
 
 /// Adds `count` blocks to a worker. Their keys begin with `first`; no other worker has their placement or their context.
-fn hold(index: &PrefixIndex, source: &str, first: u64, count: u64) {
+fn add_blocks(index: &PrefixIndex, source: &str, first: u64, count: u64) {
     index.reset(source, 0, 1);
     let stream = index.stream(source, 0).unwrap();
     let mut stream = stream.lock();
@@ -64,13 +64,13 @@ fn hold(index: &PrefixIndex, source: &str, first: u64, count: u64) {
     writer.contexts.release(context);
 }
 
-fn saved(index: &PrefixIndex, sources: &[&str]) -> Vec<u8> {
+fn snapshot_of(index: &PrefixIndex, sources: &[&str]) -> Vec<u8> {
     let workers: HashSet<Worker> = sources.iter().map(|source| worker(source)).collect();
     index.save(Vec::new(), Some(&workers)).unwrap()
 }
 
 /// The number of blocks that each worker holds of the chain that begins with `first`.
-fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
+fn held_blocks(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
     let hits = index.match_rolling_keys(&keys, Some(2), &None).unwrap();
     let held = |hit: &Hit| (hits.worker(hit).source.clone(), u64::from(hit.tokens[3] / 2));
@@ -85,13 +85,13 @@ fn counts(index: &PrefixIndex) -> (usize, usize, usize, usize) {
 }
 
 /// A reader that returns at most `size` bytes per call; each call first calls `before`.
-struct Watched<'a, F> {
+struct ObservedReader<'a, F> {
     bytes: &'a [u8],
     size: usize,
     before: F,
 }
 
-impl<F: FnMut(usize)> Read for Watched<'_, F> {
+impl<F: FnMut(usize)> Read for ObservedReader<'_, F> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         (self.before)(self.bytes.len());
         let size = self.size.min(into.len());
@@ -100,26 +100,26 @@ impl<F: FnMut(usize)> Read for Watched<'_, F> {
 }
 
 #[test]
-fn a_stream_is_seen_when_all_of_it_is_there_and_nothing_is_locked_while_bytes_are_read() {
+fn a_stream_is_visible_only_when_complete_and_nothing_is_locked_during_reads() {
     let (from, into) = (index(), index());
-    hold(&from, "a", 1, 100_000);
-    hold(&from, "b", 1 << 32, 100_000);
-    hold(&into, "c", 1, 10);
-    let content = saved(&from, &["a", "b"]);
+    add_blocks(&from, "a", 1, 100_000);
+    add_blocks(&from, "b", 1 << 32, 100_000);
+    add_blocks(&into, "c", 1, 10);
+    let content = snapshot_of(&from, &["a", "b"]);
     let (mut looks, mut most) = (0, 0);
     let before = |left| {
         looks += 1;
-        assert_eq!(held(&into, 1, 100_000), [("c".into(), 10)]);
-        assert_eq!(held(&into, 1 << 32, 100), []);
+        assert_eq!(held_blocks(&into, 1, 100_000), [("c".into(), 10)]);
+        assert_eq!(held_blocks(&into, 1 << 32, 100), []);
         assert!(into.stream("a", 0).is_none() && into.stream("b", 0).is_none());
         // Calls functions that together take every lock that a delivery takes.
-        hold(&into, "d", 1 << 40, left as u64 % 7);
+        add_blocks(&into, "d", 1 << 40, left as u64 % 7);
         into.remove("d", None);
         into.admit("d", 0);
         most = most.max(counts(&into).0);
     };
     let came = into
-        .absorb(Watched {
+        .absorb(ObservedReader {
             bytes: &content,
             size: 1 << 16,
             before,
@@ -130,22 +130,22 @@ fn a_stream_is_seen_when_all_of_it_is_there_and_nothing_is_locked_while_bytes_ar
         ["a", "b"]
     );
     assert!(looks > 40 && most > 100_000, "{looks} {most}");
-    assert_eq!(held(&into, 1 << 32, 100_000), [("b".into(), 100_000)]);
-    assert_eq!(held(&into, 1, 100_000), [("c".into(), 10), ("a".into(), 100_000)]);
+    assert_eq!(held_blocks(&into, 1 << 32, 100_000), [("b".into(), 100_000)]);
+    assert_eq!(held_blocks(&into, 1, 100_000), [("c".into(), 10), ("a".into(), 100_000)]);
 }
 
 #[test]
-fn wherever_a_file_ends_nothing_of_it_stays() {
+fn a_truncated_file_adds_nothing() {
     let (from, into) = (index(), index());
     for (at, source) in ["a", "b", "c"].into_iter().enumerate() {
-        hold(&from, source, 1 + (at as u64 / 2) * 5000, 3000);
+        add_blocks(&from, source, 1 + (at as u64 / 2) * 5000, 3000);
     }
-    hold(&into, "mine", 1, 2000);
-    let (content, before) = (saved(&from, &["a", "b", "c"]), counts(&into));
+    add_blocks(&into, "mine", 1, 2000);
+    let (content, before) = (snapshot_of(&from, &["a", "b", "c"]), counts(&into));
     for end in (0..content.len()).step_by(997).chain([content.len() - 1]) {
         assert!(into.absorb(&content[..end]).is_err());
         assert_eq!(counts(&into), before);
-        assert_eq!(held(&into, 1, 3000), [("mine".into(), 2000)]);
+        assert_eq!(held_blocks(&into, 1, 3000), [("mine".into(), 2000)]);
     }
     assert_eq!(into.absorb(&content[..]).unwrap().len(), 3);
     assert_eq!(into.streams().len(), 4);
@@ -157,10 +157,10 @@ fn wherever_a_file_ends_nothing_of_it_stays() {
 }
 
 #[test]
-fn the_shared_part_is_locked_for_so_many_blocks_at_a_time_as_are_read_at_once() {
+fn the_shared_state_is_locked_for_a_few_blocks_at_a_time() {
     let (from, into) = (index(), index());
-    hold(&from, "a", 1, 200_000);
-    let content = saved(&from, &["a"]);
+    add_blocks(&from, "a", 1, 200_000);
+    let content = snapshot_of(&from, &["a"]);
     let before = into.shared_lock.holds.load(Ordering::Relaxed);
     into.absorb(&content[..]).unwrap();
     let holds = into.shared_lock.holds.load(Ordering::Relaxed) - before;
@@ -168,12 +168,12 @@ fn the_shared_part_is_locked_for_so_many_blocks_at_a_time_as_are_read_at_once() 
 }
 
 #[test]
-fn a_part_has_the_placements_of_its_streams_in_the_index_that_takes_it() {
+fn added_streams_keep_their_placements() {
     let (from, into) = (index(), index());
     for source in ["a", "b", "c"] {
-        hold(&from, source, 1, 10);
+        add_blocks(&from, source, 1, 10);
     }
-    into.absorb(&saved(&from, &["c"])[..]).unwrap();
+    into.absorb(&snapshot_of(&from, &["c"])[..]).unwrap();
     let tiers: Vec<String> = into
         .shared_lock
         .read()

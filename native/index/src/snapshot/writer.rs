@@ -22,8 +22,8 @@ use crate::stream::{StatedRanks, Stream};
 
 use super::frames::FrameWriter;
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLACEMENT, REST, RUN, SEVERAL, SEVERAL_RANKS,
-    STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
+    CHAIN, CONTEXT, CONTINUATION, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, ORDER, PLACEMENT, RUN,
+    SEVERAL_RANKS, STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
 /// Number of bytes (about 4,000 blocks) that are added to the buffer before the lock of the shared state is released.
@@ -45,7 +45,7 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker) || is_carried_by_one(worker, workers));
     let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
     let out = FrameWriter::new(out)?;
-    let mut saving = Saving {
+    let mut saving = SnapshotWriter {
         index,
         out,
         written: Vec::new(),
@@ -90,7 +90,7 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
     saving.out.finish()
 }
 
-struct Saving<'a, W> {
+struct SnapshotWriter<'a, W> {
     index: &'a PrefixIndex,
     out: FrameWriter<W>,
     /// The placements that were written, in the order of their IDs in the file.
@@ -123,7 +123,7 @@ struct Run {
     other: Vec<(u16, Copies)>,
 }
 
-impl<W: Write> Saving<'_, W> {
+impl<W: Write> SnapshotWriter<'_, W> {
     fn worker(&mut self, worker: &Worker) {
         self.out.text(&worker.source);
         self.out.signed(worker.rank);
@@ -321,7 +321,7 @@ impl<W: Write> Saving<'_, W> {
             self.run.set = set;
         }
         match (self.run.blocks, is_linked) {
-            (0, true) => self.run.kind = Some(REST),
+            (0, true) => self.run.kind = Some(CONTINUATION),
             (0, false) => {}
             (_, true) => _ = self.run.kind.get_or_insert(CHAIN),
             (_, false) => _ = self.run.kind.get_or_insert(KEYS),
@@ -392,7 +392,7 @@ impl<W: Write> Saving<'_, W> {
                 step_counter::count(piece.len());
                 for &number in piece {
                     let context = self.context(&shared, shared.records.context(number));
-                    self.out.byte(SEVERAL);
+                    self.out.byte(ORDER);
                     self.out.fixed(hash);
                     self.out.fixed(shared.records.key(number));
                     self.out.count(context);

@@ -322,7 +322,7 @@ mod tests {
         /// However a decision ends (by time, by the limit, or by the removal of its worker), blocks that other decisions expect are still
         /// expected.
         #[test]
-        fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
+        fn an_overlay_equals_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
             let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);
             let (mut overlay, mut model, mut now) = (Overlay::new(limit), Model::default(), -5.0);
             for step in steps {

@@ -27,29 +27,29 @@ use crate::sync::atomics::{AtomicU32, AtomicU64, fence};
 /// Flag: the block is found through the slot before it, not by its key.
 const LINKED: u32 = 1 << 31;
 /// Flag: other records with the block's key and context exist.
-const TWIN: u32 = 1 << 30;
-const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number of a context");
+const HAS_TWINS: u32 = 1 << 30;
+const _: () = assert!(MAX_CONTEXTS <= HAS_TWINS, "a flag would be part of the number of a context");
 
 /// The value in place of the ID of a set, in a free slot.
 const FREE: u32 = u32::MAX;
 /// Number of bits that a slot's position in its chunk takes. For the model checker, this number is as small as possible, since the checker
 /// keeps a history of each atomic number.
-const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
+const CHUNK_BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Number of slots of a chunk.
-pub const CHUNK: usize = 1 << BITS;
-const MASK: u32 = (CHUNK - 1) as u32;
+pub const CHUNK_SLOTS: usize = 1 << CHUNK_BITS;
+const SLOT_MASK: u32 = (CHUNK_SLOTS - 1) as u32;
 /// Number of slots of a group. The key of a group's first slot is stored.
-const GROUP: usize = 8;
+const GROUP_SLOTS: usize = 8;
 
 /// The slots of a chunk, as one array for each property.
 #[repr(C, align(64))]
 struct Slots {
     /// The local hash of a linked block, or the rolling key of a head.
-    words: [AtomicU64; CHUNK],
+    words: [AtomicU64; CHUNK_SLOTS],
     /// The engine's hash. If another stream has another hash for the block, that stream stores its own hash.
-    hashes: [AtomicU64; CHUNK],
+    hashes: [AtomicU64; CHUNK_SLOTS],
     /// The lower half is the ID of the block's set of holders in `Sets`; the upper half is the ID of the block's context, and flags.
-    states: [AtomicU64; CHUNK],
+    states: [AtomicU64; CHUNK_SLOTS],
 }
 
 /// Combines a set and flags into the state of a slot.
@@ -85,8 +85,8 @@ pub struct Memory {
     /// The version, which is odd while a writer changes the chunk.
     version: AtomicU32,
     slots: Piece<Slots, 1>,
-    /// Rolling keys of the linked blocks in slots whose positions are multiples of `GROUP`.
-    keys: Box<[AtomicU64; CHUNK / GROUP]>,
+    /// Rolling keys of the linked blocks in slots whose positions are multiples of `GROUP_SLOTS`.
+    keys: Box<[AtomicU64; CHUNK_SLOTS / GROUP_SLOTS]>,
 }
 
 impl std::fmt::Debug for Memory {
@@ -100,7 +100,7 @@ impl Memory {
     fn new() -> Self {
         Self {
             version: AtomicU32::new(1),
-            slots: Piece::made(Slots::vacant),
+            slots: Piece::from_fn(Slots::vacant),
             keys: Box::new(std::array::from_fn(|_| AtomicU64::new(0))),
         }
     }
@@ -131,25 +131,25 @@ impl Memory {
 
     #[inline]
     fn flags(&self, number: u32) -> u32 {
-        flags_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
+        flags_in(self.slots[0].states[(number & SLOT_MASK) as usize].load(Ordering::Relaxed))
     }
 
     /// The rolling key of a head, or the local hash of a linked block.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
-        self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
+        self.slots[0].words[(number & SLOT_MASK) as usize].load(Ordering::Relaxed)
     }
 
     /// The set of the block's holders.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
-        set_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
+        set_in(self.slots[0].states[(number & SLOT_MASK) as usize].load(Ordering::Relaxed))
     }
 
     /// The ID of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
-        self.flags(number) & !(TWIN | LINKED)
+        self.flags(number) & !(HAS_TWINS | LINKED)
     }
 
     /// Whether the block is found through the slot before it, not by its key.
@@ -161,7 +161,7 @@ impl Memory {
     /// The slots after a slot, up to the end of the chunk.
     #[inline]
     pub fn run_after(&self, number: u32) -> Run<'_> {
-        let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
+        let (slots, at) = (&self.slots[0], (number & SLOT_MASK) as usize + 1);
         Run {
             words: &slots.words[at..],
             states: &slots.states[at..],
@@ -179,22 +179,22 @@ impl Memory {
     /// Visits the keys of a block and of the blocks before it that are in the same run and the same group of slots, the earliest first.
     #[inline]
     fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
-        let (slots, end) = (&self.slots[0], (number & MASK) as usize);
+        let (slots, end) = (&self.slots[0], (number & SLOT_MASK) as usize);
         let is_linked = |at: usize| flags_in(slots.states[at].load(Ordering::Relaxed)) & LINKED != 0;
         let mut at = end;
-        while at % GROUP != 0 && is_linked(at) {
+        while at % GROUP_SLOTS != 0 && is_linked(at) {
             at -= 1;
         }
         let first = if is_linked(at) {
-            &self.keys[at / GROUP]
+            &self.keys[at / GROUP_SLOTS]
         } else {
             &slots.words[at]
         };
         let mut key = first.load(Ordering::Relaxed);
-        visit(at % GROUP, key);
+        visit(at % GROUP_SLOTS, key);
         for at in at + 1..=end {
             key = keys::chained(key, slots.words[at].load(Ordering::Relaxed));
-            visit(at % GROUP, key);
+            visit(at % GROUP_SLOTS, key);
         }
     }
 }
@@ -202,7 +202,7 @@ impl Memory {
 struct Chunk {
     memory: Option<Arc<Memory>>,
     /// A bit mask of free slots.
-    free: [u64; CHUNK / 64],
+    free: [u64; CHUNK_SLOTS / 64],
     used: u32,
     /// Index of a word of `free`; all earlier words are zero.
     hint: u32,
@@ -217,7 +217,7 @@ struct Chunk {
 impl Chunk {
     const EMPTY: Self = Self {
         memory: None,
-        free: [u64::MAX; CHUNK / 64],
+        free: [u64::MAX; CHUNK_SLOTS / 64],
         used: 0,
         hint: 0,
         is_scattered: false,
@@ -231,7 +231,7 @@ impl Chunk {
 
     /// Number of consecutive free slots from a slot on, at most `max_length`.
     fn stretch(&self, at: usize, max_length: usize) -> usize {
-        let (end, mut length) = (CHUNK.min(at + max_length), 0);
+        let (end, mut length) = (CHUNK_SLOTS.min(at + max_length), 0);
         while at + length < end {
             let (word, bit) = ((at + length) / 64, (at + length) % 64);
             let ones = (!(self.free[word] >> bit)).trailing_zeros() as usize;
@@ -249,15 +249,15 @@ impl Chunk {
             self.hint += 1;
         }
         let first = self.hint as usize * 64 + self.free[self.hint as usize].trailing_zeros() as usize;
-        let mut at = if self.is_scattered { CHUNK } else { first };
-        while at < CHUNK {
+        let mut at = if self.is_scattered { CHUNK_SLOTS } else { first };
+        while at < CHUNK_SLOTS {
             let length = self.stretch(at, count);
             if length >= count {
                 return at;
             }
             at += length + 1;
             // The next free slot.
-            while at < CHUNK {
+            while at < CHUNK_SLOTS {
                 let rest = self.free[at / 64] >> (at % 64);
                 if rest != 0 {
                     at += rest.trailing_zeros() as usize;
@@ -327,9 +327,9 @@ impl Row {
     /// Adds a slot if it is adjacent to the row. Returns whether the slot was added.
     #[inline]
     pub fn extend(&mut self, number: u32) -> bool {
-        if number + 1 == self.first && self.first & MASK != 0 {
+        if number + 1 == self.first && self.first & SLOT_MASK != 0 {
             self.first = number;
-        } else if number != self.first + self.length || number & MASK == 0 {
+        } else if number != self.first + self.length || number & SLOT_MASK == 0 {
             return false;
         }
         self.length += 1;
@@ -401,26 +401,26 @@ impl Records {
 
     /// Heap bytes.
     pub fn bytes(&self) -> usize {
-        self.held * (size_of::<Slots>() + CHUNK / GROUP * 8)
+        self.held * (size_of::<Slots>() + CHUNK_SLOTS / GROUP_SLOTS * 8)
             + self.chunks.capacity() * size_of::<Chunk>()
             + self.partial.capacity() * 4
     }
 
     /// Maximum number of bytes that `records` additional records take.
     pub fn growth(&self, records: usize) -> usize {
-        let free = self.held * CHUNK - self.used;
-        let chunks = records.saturating_sub(free).div_ceil(CHUNK);
-        chunks * (size_of::<Slots>() + CHUNK / GROUP * 8 + 2 * size_of::<Chunk>())
+        let free = self.held * CHUNK_SLOTS - self.used;
+        let chunks = records.saturating_sub(free).div_ceil(CHUNK_SLOTS);
+        chunks * (size_of::<Slots>() + CHUNK_SLOTS / GROUP_SLOTS * 8 + 2 * size_of::<Chunk>())
     }
 
     /// An upper bound of the IDs: all IDs that were ever assigned to records are below it.
     pub fn bound(&self) -> u32 {
-        (self.chunks.len() << BITS) as u32
+        (self.chunks.len() << CHUNK_BITS) as u32
     }
 
     #[inline]
     fn memory(&self, number: u32) -> Option<&Memory> {
-        self.chunks.get((number >> BITS) as usize)?.memory.as_deref()
+        self.chunks.get((number >> CHUNK_BITS) as usize)?.memory.as_deref()
     }
 
     #[inline]
@@ -431,7 +431,7 @@ impl Records {
     /// Returns the memory of the chunk that contains a slot in use, so that the caller can change the slot.
     #[inline]
     fn memory_to_change(&mut self, number: u32) -> &Memory {
-        let at = number >> BITS;
+        let at = number >> CHUNK_BITS;
         let chunk = &mut self.chunks[at as usize];
         let memory = chunk.memory.as_deref().expect("a slot in use has memory");
         if !chunk.is_changed {
@@ -451,14 +451,14 @@ impl Records {
     /// The engine's hash.
     #[inline]
     pub fn hash(&self, number: u32) -> u64 {
-        let load = |slots: &Slots| slots.hashes[(number & MASK) as usize].load(Ordering::Relaxed);
+        let load = |slots: &Slots| slots.hashes[(number & SLOT_MASK) as usize].load(Ordering::Relaxed);
         self.slots(number).map_or(0, load)
     }
 
     /// The rolling key of a head, or the local hash of a linked block.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
-        let load = |slots: &Slots| slots.words[(number & MASK) as usize].load(Ordering::Relaxed);
+        let load = |slots: &Slots| slots.words[(number & SLOT_MASK) as usize].load(Ordering::Relaxed);
         self.slots(number).map_or(0, load)
     }
 
@@ -477,13 +477,13 @@ impl Records {
 
     #[inline]
     fn state(&self, number: u32) -> u64 {
-        let load = |slots: &Slots| slots.states[(number & MASK) as usize].load(Ordering::Relaxed);
+        let load = |slots: &Slots| slots.states[(number & SLOT_MASK) as usize].load(Ordering::Relaxed);
         self.slots(number).map_or(state(FREE, 0), load)
     }
 
     #[inline]
     fn put_state(&mut self, number: u32, state: u64) {
-        self.memory_to_change(number).slots[0].states[(number & MASK) as usize].store(state, Ordering::Relaxed);
+        self.memory_to_change(number).slots[0].states[(number & SLOT_MASK) as usize].store(state, Ordering::Relaxed);
     }
 
     #[inline]
@@ -494,18 +494,18 @@ impl Records {
     /// The ID of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
-        self.flags(number) & !(TWIN | LINKED)
+        self.flags(number) & !(HAS_TWINS | LINKED)
     }
 
     /// Whether other records have the block's key and context.
     #[inline]
     pub fn has_twins(&self, number: u32) -> bool {
-        self.flags(number) & TWIN != 0
+        self.flags(number) & HAS_TWINS != 0
     }
 
     /// Sets the flag that says that other records have the block's key and context.
     pub fn mark_twin(&mut self, number: u32) {
-        self.put_state(number, self.state(number) | state(0, TWIN));
+        self.put_state(number, self.state(number) | state(0, HAS_TWINS));
     }
 
     /// Whether the block is found through the slot before it, not by its key.
@@ -517,7 +517,7 @@ impl Records {
     /// The slot after a slot; None at the end of the chunk.
     #[inline]
     pub fn next(number: u32) -> Option<u32> {
-        (number & MASK != MASK).then(|| number + 1)
+        (number & SLOT_MASK != SLOT_MASK).then(|| number + 1)
     }
 
     /// The block that is linked to this block.
@@ -544,7 +544,7 @@ impl Records {
     pub fn unlink(&mut self, number: u32) -> u64 {
         let key = self.key(number);
         self.put_state(number, self.state(number) & !state(0, LINKED));
-        self.memory_to_change(number).slots[0].words[(number & MASK) as usize].store(key, Ordering::Relaxed);
+        self.memory_to_change(number).slots[0].words[(number & SLOT_MASK) as usize].store(key, Ordering::Relaxed);
         key
     }
 
@@ -557,7 +557,7 @@ impl Records {
     #[inline]
     pub fn prefetch(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
-            let at = (number & MASK) as usize;
+            let at = (number & SLOT_MASK) as usize;
             prefetch::line(&slots.hashes[at]);
             prefetch::line(&slots.states[at]);
         }
@@ -567,7 +567,7 @@ impl Records {
     #[inline]
     pub fn prefetch_all(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
-            prefetch::line(&slots.words[(number & MASK) as usize]);
+            prefetch::line(&slots.words[(number & SLOT_MASK) as usize]);
         }
         self.prefetch(number);
     }
@@ -577,18 +577,18 @@ impl Records {
     /// Allocates at most `count` adjacent slots, directly after the slot `after` if possible. Returns None if all IDs are used.
     pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Row> {
         let behind = after.and_then(Self::next).filter(|&next| {
-            let chunk = &self.chunks[(next >> BITS) as usize];
-            chunk.memory.is_some() && chunk.is_free((next & MASK) as usize)
+            let chunk = &self.chunks[(next >> CHUNK_BITS) as usize];
+            chunk.memory.is_some() && chunk.is_free((next & SLOT_MASK) as usize)
         });
         let (chunk, at) = match behind {
-            Some(next) => ((next >> BITS) as usize, (next & MASK) as usize),
+            Some(next) => ((next >> CHUNK_BITS) as usize, (next & SLOT_MASK) as usize),
             None => {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
                     // Several runs might grow in turn by a few blocks, so this run gets a free group if there is one.
-                    (..GROUP, Some(_)) => found.find_group(),
-                    (count, _) => found.find(count.min(GROUP)),
+                    (..GROUP_SLOTS, Some(_)) => found.find_group(),
+                    (count, _) => found.find(count.min(GROUP_SLOTS)),
                 };
                 (chunk, at)
             }
@@ -608,7 +608,7 @@ impl Records {
             }
         }
         Some(Row {
-            first: (chunk << BITS | at) as u32,
+            first: (chunk << CHUNK_BITS | at) as u32,
             length: length as u32,
         })
     }
@@ -616,7 +616,7 @@ impl Records {
     /// Writes a head into a slot that was allocated.
     #[inline]
     pub fn put_head(&mut self, number: u32, key: u64, hash: u64, context: u32, set: u32) {
-        let (slots, at) = (&self.memory_to_change(number).slots[0], (number & MASK) as usize);
+        let (slots, at) = (&self.memory_to_change(number).slots[0], (number & SLOT_MASK) as usize);
         slots.words[at].store(key, Ordering::Relaxed);
         slots.hashes[at].store(hash, Ordering::Relaxed);
         slots.states[at].store(state(set, context), Ordering::Relaxed);
@@ -625,21 +625,21 @@ impl Records {
     /// Writes a linked block into a slot that was allocated.
     #[inline]
     pub fn put_linked(&mut self, number: u32, local: u64, key: u64, hash: u64, context: u32, set: u32) {
-        let at = (number & MASK) as usize;
+        let at = (number & SLOT_MASK) as usize;
         let memory = self.memory_to_change(number);
         let slots = &memory.slots[0];
         slots.words[at].store(local, Ordering::Relaxed);
         slots.hashes[at].store(hash, Ordering::Relaxed);
         slots.states[at].store(state(set, context | LINKED), Ordering::Relaxed);
-        if at.is_multiple_of(GROUP) {
-            memory.keys[at / GROUP].store(key, Ordering::Relaxed);
+        if at.is_multiple_of(GROUP_SLOTS) {
+            memory.keys[at / GROUP_SLOTS].store(key, Ordering::Relaxed);
         }
     }
 
     /// Returns a chunk that has a free slot.
     #[inline]
     fn room(&mut self) -> Option<usize> {
-        let has_room = |chunk: &Chunk| (chunk.used as usize) < CHUNK;
+        let has_room = |chunk: &Chunk| (chunk.used as usize) < CHUNK_SLOTS;
         if self.chunks.get(self.current).is_some_and(has_room) {
             return Some(self.current);
         }
@@ -652,12 +652,12 @@ impl Records {
         while let Some(at) = self.partial.pop() {
             let chunk = &mut self.chunks[at as usize];
             chunk.is_listed = false;
-            if (chunk.used as usize) < CHUNK {
+            if (chunk.used as usize) < CHUNK_SLOTS {
                 self.current = at as usize;
                 return Some(self.current);
             }
         }
-        if self.chunks.len() >= (u32::MAX >> BITS) as usize {
+        if self.chunks.len() >= (u32::MAX >> CHUNK_BITS) as usize {
             return None;
         }
         self.chunks.push(Chunk::EMPTY);
@@ -667,7 +667,7 @@ impl Records {
 
     /// Releases slots. The caller must already have unlinked a block that was linked to the last of these slots.
     pub fn remove(&mut self, Row { first, length }: Row) {
-        let at = (first & MASK) as usize;
+        let at = (first & SLOT_MASK) as usize;
         for slot in &self.memory_to_change(first).slots[0].states[at..at + length as usize] {
             slot.store(state(FREE, 0), Ordering::Relaxed);
         }
@@ -679,7 +679,7 @@ impl Records {
         if length == 0 {
             return;
         }
-        let (at, inner) = ((first >> BITS) as usize, (first & MASK) as usize);
+        let (at, inner) = ((first >> CHUNK_BITS) as usize, (first & SLOT_MASK) as usize);
         let chunk = &mut self.chunks[at];
         chunk.mark(inner, length as usize, true);
         (chunk.hint, chunk.is_scattered) = (chunk.hint.min((inner / 64) as u32), false);
@@ -744,7 +744,7 @@ impl Records {
 /// The ID of the chunk that contains a record.
 #[inline]
 pub fn chunk_of(number: u32) -> usize {
-    (number >> BITS) as usize
+    (number >> CHUNK_BITS) as usize
 }
 
 const _: () = assert!(EMPTY != FREE);
@@ -781,7 +781,7 @@ mod tests {
     }
 
     #[test]
-    fn the_key_of_any_block_is_rolled_from_what_is_stored() {
+    fn each_key_is_computed_from_a_stored_key() {
         let mut records = Records::default();
         let made = chain(&mut records, None, 1, 3_000);
         let heads = made.iter().filter(|(number, _)| !records.is_linked(*number)).count();
@@ -814,7 +814,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_a_chain_that_went_are_a_row_again() {
+    fn slots_of_a_removed_chain_are_adjacent_again() {
         let mut records = Records::default();
         let made = chain(&mut records, None, 1, 600);
         for &(number, _) in made[200..300].iter().rev() {
@@ -851,7 +851,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_given_back() {
+    fn all_memory_is_released() {
         let mut records = Records::default();
         let mut made = chain(&mut records, None, 1, 5_000);
         made.sort_by_key(|&(number, _)| number.wrapping_mul(0x9E37_79B9));

@@ -1,7 +1,7 @@
 //! Detects that the name of a LoRA refers to other weights than before.
 
 use super::Stream;
-use super::placing::Placed;
+use super::placing::PlacedBlock;
 use crate::holders::contexts::Context;
 use crate::rules::replaced_loras::{ReplacedLoras, StoredBlock};
 use crate::step_counter;
@@ -11,7 +11,7 @@ impl Stream {
     /// Records whether a stored block of a LoRA belongs to the weights that are loaded now: see `ReplacedLoras::note`. Returns false if too
     /// many LoRAs were replaced.
     #[cold]
-    pub fn note_lora(&mut self, shared: &mut SharedState, placed: &Placed, placement: u16, parent: Option<u32>) -> bool {
+    pub fn note_lora(&mut self, shared: &mut SharedState, placed: &PlacedBlock, placement: u16, parent: Option<u32>) -> bool {
         let Some(lora) = lora_of(shared, placed.number) else {
             return true;
         };

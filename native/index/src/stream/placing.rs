@@ -1,6 +1,6 @@
 //! Applies stores to a stream: adds new blocks, and copies of blocks that the stream holds.
 
-use super::{Foreign, Stream, is_block};
+use super::{ForeignHash, Stream, is_block};
 use crate::holders::copies::Copies;
 use crate::memory::table::{TableHash, TablePosition};
 use crate::step_counter;
@@ -12,7 +12,7 @@ const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// The outcome of placing a block.
 #[derive(Clone, Copy, Debug)]
-pub struct Placed {
+pub struct PlacedBlock {
     /// Record of the block.
     pub number: u32,
     /// Whether the stream had no block of this hash.
@@ -29,7 +29,13 @@ impl Stream {
     /// Adds one copy of a block. `parent` is the record of the block's parent; None if it is not known. Returns None if too many blocks
     /// have the same hash, or if all IDs of records are used.
     #[inline]
-    pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
+    pub fn place(
+        &mut self,
+        shared: &mut SharedState,
+        block: &Block,
+        placement: u16,
+        parent: Option<u32>,
+    ) -> Option<PlacedBlock> {
         let hash = block.hash;
         if !self.collisions.may_examine(hash) {
             return None;
@@ -62,7 +68,7 @@ impl Stream {
         if let Some(number) = own {
             self.copy(shared, hash, number, placement);
             self.collisions.make_newest(hash, number);
-            return Some(Placed {
+            return Some(PlacedBlock {
                 number,
                 is_unknown: false,
                 is_new: false,
@@ -85,7 +91,7 @@ impl Stream {
         if let Some(other) = known {
             self.collisions.add(hash, other, number);
         }
-        Some(Placed {
+        Some(PlacedBlock {
             number,
             is_unknown: known.is_none(),
             is_new,
@@ -194,7 +200,7 @@ impl Stream {
             let place = shared.secret.place(hash);
             let room = (self.foreign.len(), self.foreign.capacity());
             self.foreign
-                .insert_unique(place, Foreign { hash, number }, |entry| shared.secret.place(entry.hash));
+                .insert_unique(place, ForeignHash { hash, number }, |entry| shared.secret.place(entry.hash));
             step_counter::count_growth(room, self.foreign.len());
         }
     }

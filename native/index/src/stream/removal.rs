@@ -24,7 +24,7 @@ impl Stream {
             RemovalTarget {
                 hash,
                 mixed,
-                position: self.table.position_ahead(mixed),
+                position: self.table.prefetch_position(mixed),
                 number: None,
             }
         }));
@@ -71,7 +71,7 @@ impl Stream {
         if !self.collisions.is_empty() || self.has_replaced_loras() {
             return false;
         }
-        let position = self.table.position_again(position, mixed);
+        let position = self.table.current_position(position, mixed);
         // Rarely, the entry belongs to another block with the same tag, or to a block that this event has already removed.
         let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::placing::Placed;
-use super::{Foreign, Stream};
+use super::placing::PlacedBlock;
+use super::{ForeignHash, Stream};
 use crate::holders::copies::Copies;
 use crate::store::shared_state::{Block, ByHash, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
@@ -25,7 +25,7 @@ impl Stream {
         if !self.admit_scheme(shared, scheme, first) {
             return None;
         }
-        let Placed { number, .. } = self.place(shared, block, first, parent)?;
+        let PlacedBlock { number, .. } = self.place(shared, block, first, parent)?;
         if self.blocks == known {
             return None;
         }
@@ -112,8 +112,9 @@ impl Stream {
             self.table.insert(mixed, to, &ByHash(&shared.records, shared.secret));
         } else {
             let place = shared.secret.place(hash);
-            self.foreign
-                .insert_unique(place, Foreign { hash, number: to }, |entry| shared.secret.place(entry.hash));
+            self.foreign.insert_unique(place, ForeignHash { hash, number: to }, |entry| {
+                shared.secret.place(entry.hash)
+            });
         }
         self.collisions.exchange(hash, from, to);
         true

@@ -10,9 +10,9 @@ use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 /// Number of entries from which a table is resized only while no lock is held, since other threads would wait.
 pub(super) const LARGE_TABLE: usize = 1 << 14;
 /// Maximum number of bytes by which the index's tables can grow before the memory limit is checked again.
-const TABLE_GROWTH: usize = 16 << 10;
+const MAX_TABLE_GROWTH: usize = 16 << 10;
 /// Fraction of the memory limit (one part in this many) that is reserved for streams that hold fewer blocks than the average.
-const RESERVE: usize = 16;
+const RESERVE_RATIO: usize = 16;
 
 impl Stream {
     /// Whether a large table must shrink, or might have to grow for `blocks` additional blocks. Resizing takes long, since all entries
@@ -39,7 +39,7 @@ impl Stream {
         }
     }
 
-    /// Counts work as `Writer::spend` does. If the lock must be released then, also resizes tables for further work.
+    /// Counts work as `Writer::spend` does. Resizes tables for further work if the lock is released.
     #[inline]
     pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
         if writer.spend(work) && self.must_resize(2 * WORK_PER_HOLD) {
@@ -72,11 +72,12 @@ impl Stream {
     #[cold]
     fn may_grow_within(&mut self, shared: &mut SharedState, limit: usize) -> bool {
         self.recount(shared);
-        let next = shared.bytes() + shared.streams_bytes + shared.records.growth(WORK_PER_HOLD) + TABLE_GROWTH.min(limit / 8);
+        let next =
+            shared.bytes() + shared.streams_bytes + shared.records.growth(WORK_PER_HOLD) + MAX_TABLE_GROWTH.min(limit / 8);
         if next > limit {
             return false;
         }
-        if next <= limit - limit / RESERVE {
+        if next <= limit - limit / RESERVE_RATIO {
             return true;
         }
         let blocks = |number: usize, known: usize| if number == self.number as usize { self.blocks } else { known };

@@ -10,7 +10,7 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// Number of blocks that a writer places or removes before it checks whether other threads wait; this takes about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
 /// Number of times that a waiting thread spins before it sleeps. To sleep and wake takes much longer than a writer's turn.
-const SPINS: usize = 2_000;
+const MAX_SPINS: usize = 2_000;
 
 /// A value with a state that its writer publishes to other threads.
 pub trait Publish {
@@ -96,7 +96,7 @@ impl<T: Publish> YieldingRwLock<T> {
     #[inline(never)]
     fn wait<G>(&self, mut awake: impl FnMut() -> Option<G>, asleep: impl FnOnce() -> G) -> G {
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        let guard = (0..SPINS).find_map(|_| {
+        let guard = (0..MAX_SPINS).find_map(|_| {
             spin_loop();
             awake()
         });
@@ -146,7 +146,7 @@ impl<T: Publish> Writer<'_, T> {
     fn yield_to_waiting(&mut self) {
         self.release();
         let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
-        for _ in 0..SPINS {
+        for _ in 0..MAX_SPINS {
             // The test can end when one thread has taken the lock: that thread then yields the lock to the other threads in the same way.
             if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_lets_readers_and_writers_in_between_its_work() {
+    fn a_writer_yields_to_readers_and_writers() {
         let shared_lock = YieldingRwLock::new(0_u64);
         let (started, ended) = (AtomicBool::new(false), AtomicUsize::new(0));
         std::thread::scope(|scope| {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_panics_leaves_it_poisoned() {
+    fn a_panic_of_a_writer_poisons_the_lock() {
         let shared_lock = YieldingRwLock::new(0_u64);
         let died = catch_unwind(AssertUnwindSafe(|| {
             *shared_lock.write() = 1;

@@ -38,7 +38,7 @@ impl From<Extra<'_>> for OwnedExtra {
 /// The struct `Event` with owned values.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
-pub struct Described {
+pub struct OwnedEvent {
     pub kind: Kind,
     pub hashes: Vec<u64>,
     pub parent: Option<u64>,
@@ -61,26 +61,26 @@ pub struct Described {
 }
 
 /// Returns the events that `scan` reads from a payload; None if `scan` refuses the payload.
-pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
+pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<OwnedEvent>> {
     let mut scratch = Scratch::default();
     scan(payload, schema, &mut scratch)?;
     Some(all_described(payload, &scratch))
 }
 
 /// Returns the events that the tolerant decoder writes into a scratch for an index.
-pub fn describe_decoded(payload: &[u8], limits: &Limits) -> Vec<Described> {
+pub fn describe_decoded(payload: &[u8], limits: &Limits) -> Vec<OwnedEvent> {
     let mut scratch = Scratch::default();
     let batch = decode_into(payload, limits, &mut scratch);
     all_described(&batch.bytes, &scratch)
 }
 
-fn all_described(bytes: &[u8], scratch: &Scratch) -> Vec<Described> {
+fn all_described(bytes: &[u8], scratch: &Scratch) -> Vec<OwnedEvent> {
     scratch.events.iter().map(|event| described(event, bytes, scratch)).collect()
 }
 
-fn described(event: &Event, bytes: &[u8], scratch: &Scratch) -> Described {
+fn described(event: &Event, bytes: &[u8], scratch: &Scratch) -> OwnedEvent {
     let text = |span: Option<Span>| span.map(|span| String::from_utf8_lossy(span.bytes(bytes)).into_owned());
-    Described {
+    OwnedEvent {
         kind: event.kind,
         hashes: event.hashes.slice(&scratch.hashes).to_vec(),
         parent: event.parent,

@@ -17,7 +17,7 @@ use crate::lookup::matching::{PromptLength, Walk};
 use crate::memory::hasher::Secret;
 use crate::rules::replaced_loras::ReplacedLoras;
 use crate::store::members::{Member, Worker};
-use crate::store::records::CHUNK;
+use crate::store::records::CHUNK_SLOTS;
 use crate::store::shared_state::{Block, SharedState};
 use crate::sync::atomics::be_the_writer;
 use crate::sync::yielding_lock::Publish;
@@ -191,15 +191,15 @@ fn lookup_of_two_chunks(loses_first: bool) -> BTreeSet<Found> {
         let mut state = State::new();
         assert_eq!(state.add_holder(0, &[1], None), FIRST_NEW_SLOT);
         // Fills the remaining slots of the chunk.
-        while state.shared.records.take(Some(FIRST_NEW_SLOT), CHUNK).unwrap().first < CHUNK as u32 {}
-        state.shared.records.give(CHUNK as u32, CHUNK as u32);
-        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), CHUNK as u32);
-        state.toggle(1, if loses_first { FIRST_NEW_SLOT } else { CHUNK as u32 });
+        while state.shared.records.take(Some(FIRST_NEW_SLOT), CHUNK_SLOTS).unwrap().first < CHUNK_SLOTS as u32 {}
+        state.shared.records.give(CHUNK_SLOTS as u32, CHUNK_SLOTS as u32);
+        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), CHUNK_SLOTS as u32);
+        state.toggle(1, if loses_first { FIRST_NEW_SLOT } else { CHUNK_SLOTS as u32 });
         state.shared.publish();
         state
     };
     let (found, unsound) = run_lookup_beside(&[1, 2], make, move |state| {
-        let numbers = [FIRST_NEW_SLOT, CHUNK as u32];
+        let numbers = [FIRST_NEW_SLOT, CHUNK_SLOTS as u32];
         for number in if loses_first { numbers } else { [numbers[1], numbers[0]] } {
             state.toggle(1, number);
             state.shared.publish();

@@ -13,11 +13,11 @@ use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
 use crate::wire::scan::layouts::{CLEARED_ARRAY, NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
-use crate::wire::scan::{Limits, SECONDS, Schema, Scratch, scan};
+use crate::wire::scan::{Limits, Schema, Scratch, TIMESTAMP_SECONDS, scan};
 
 use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
-use value::{NIL, declared, elements, head_of, is_array, is_map, pairs};
+use value::{NIL, declared_length, elements, head_of, is_array, is_map, pairs};
 
 use scratch_writer::ScratchWriter;
 
@@ -70,7 +70,7 @@ impl std::fmt::Display for Reason {
 }
 
 /// Maximum number of bytes of a rejected part that are kept for diagnosis.
-const RAW_KEPT: usize = 256;
+const MAX_RAW_BYTES: usize = 256;
 
 /// A rejected part of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -348,7 +348,7 @@ fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<
 }
 
 fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reason) -> Result<(), Refusal<'a>> {
-    let count = declared(raw);
+    let count = declared_length(raw);
     if count > limit {
         return Err(Refusal::exceeding(too_many, what, count, "elements; the limit is", limit));
     }
@@ -389,10 +389,10 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
         Value::Float(value) => value,
         _ => return None,
     };
-    if SECONDS.contains(&sent) {
+    if TIMESTAMP_SECONDS.contains(&sent) {
         return Some(sent);
     }
-    (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
+    (sent > *TIMESTAMP_SECONDS.end() && sent <= TIMESTAMP_SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
 /// Decodes an event. Returns None if the event is of a neutral kind, which changes no block.

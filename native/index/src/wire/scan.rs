@@ -148,7 +148,7 @@ pub struct Event {
 
 /// Numbers of elements (the tag included) of a store as an array that has no element for a group (vLLM before 0.20). SGLang before 0.5.20
 /// also sends six or seven elements.
-const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
+const LENGTHS_WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
 /// The hash of an empty tuple in CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of a prompt's first block.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
@@ -220,7 +220,7 @@ impl Event {
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
 /// Maximum number of bytes that `Scratch::shrink` does not release; most batches of a busy engine need less.
-pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
+pub const MIN_SCRATCH_BYTES: usize = 1 << 20;
 
 /// The result of a scan; its memory is reused for the next scan.
 #[derive(Debug, Default)]
@@ -264,17 +264,17 @@ impl Scratch {
             + self.events.capacity() * size_of::<Event>()
     }
 
-    /// Removes the contents, and releases memory in excess of `SCRATCH_BYTES_KEPT`.
+    /// Removes the contents, and releases memory in excess of `MIN_SCRATCH_BYTES`.
     pub fn shrink(&mut self) {
         self.clear();
-        if self.bytes() > SCRATCH_BYTES_KEPT {
+        if self.bytes() > MIN_SCRATCH_BYTES {
             *self = Self::default();
         }
     }
 }
 
 /// Range of timestamps in seconds; a larger timestamp is in milliseconds, or invalid. `kvevents.wire.tolerant` has the same maximum.
-pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
+pub const TIMESTAMP_SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
 /// Maximum number of nested containers in unknown elements of a batch.
 const SKIPPED_NESTING: usize = 8;
@@ -325,7 +325,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let ts = self.reader.number()?;
-        if !SECONDS.contains(&ts) {
+        if !TIMESTAMP_SECONDS.contains(&ts) {
             return None;
         }
         self.scratch.ts = ts;
@@ -399,7 +399,7 @@ impl<'a> Scanner<'a> {
             return None;
         }
         let mut event = Event::new(layout.kind);
-        event.lacks_group = WITHOUT_GROUP.contains(&parts);
+        event.lacks_group = LENGTHS_WITHOUT_GROUP.contains(&parts);
         for &field in fields {
             self.field(field, &mut event)?;
         }

@@ -134,20 +134,20 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     use std::arch::x86_64::*;
 
     /// Number of bytes that are loaded for eight tokens: 16 for each four tokens, of which 12 are used.
-    const LOADED: usize = 28;
+    const LOADED_BYTES: usize = 28;
     /// Mask that selects the first byte of each token.
-    const HEADS: i32 = 0x0249_0249;
+    const HEAD_MASK: i32 = 0x0249_0249;
 
     let mut done = 0;
     for places in room.as_chunks_mut::<8>().0 {
-        let Some(bytes) = bytes.get(3 * done..).and_then(|rest| rest.first_chunk::<LOADED>()) else {
+        let Some(bytes) = bytes.get(3 * done..).and_then(|rest| rest.first_chunk::<LOADED_BYTES>()) else {
             break;
         };
         // SAFETY: both loads are within the 28 bytes, and the store within the eight places.
         unsafe {
             let halves = _mm256_loadu2_m128i(bytes[12..].as_ptr().cast(), bytes.as_ptr().cast());
             let same = _mm256_cmpeq_epi8(halves, _mm256_set1_epi8(0xCD_u8 as i8));
-            if _mm256_movemask_epi8(same) & HEADS != HEADS {
+            if _mm256_movemask_epi8(same) & HEAD_MASK != HEAD_MASK {
                 break;
             }
             let order = _mm_setr_epi8(2, 1, -1, -1, 5, 4, -1, -1, 8, 7, -1, -1, 11, 10, -1, -1);

@@ -3,7 +3,7 @@
 //! In an array of numbers, each comma separates two numbers, so reading can begin after any comma. Numbers that were read from a later
 //! position count only if reading from the beginning arrives at that position. So any text that is not an array of numbers is detected.
 
-use super::{digits, gap, of_digits};
+use super::{digits, separator_length, value_of_digits};
 
 /// Number of positions from which numbers are read at the same time.
 const STREAMS: usize = 3;
@@ -17,9 +17,9 @@ const MAX_COMMA_DISTANCE: usize = 16;
 /// Minimum number of bytes of a part with which this is faster.
 const MIN_PART: usize = 128;
 
-/// See `Quick`.
+/// See `FastLoop`.
 pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
-    match gap(text, end).filter(|_| text.len() - end > STREAMS * MIN_PART) {
+    match separator_length(text, end).filter(|_| text.len() - end > STREAMS * MIN_PART) {
         Some(1) => read_with::<1>(text, end, tokens),
         Some(_) => read_with::<2>(text, end, tokens),
         None => end,
@@ -93,5 +93,5 @@ fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     if count == 0 || !leads || near[count] != b',' || (GAP == 2 && near[count + 1] != b' ') {
         return None;
     }
-    Some((of_digits(word, count), at + count + GAP))
+    Some((value_of_digits(word, count), at + count + GAP))
 }

@@ -5,13 +5,18 @@ use proptest::prelude::*;
 use super::*;
 
 fn read(text: &[u8]) -> Option<Vec<u32>> {
-    lift(text, "t").map(|(_, tokens)| tokens)
+    extract_array(text, "t").map(|(_, tokens)| tokens)
 }
 
 /// Asserts that both decoders return the same result.
 fn check(text: &[u8]) {
-    let expected = lift_with(text, b"t", |_, end, _| end);
-    assert_eq!(lift_with(text, b"t", side_by_side::read), expected, "{}", text.escape_ascii());
+    let expected = extract_with(text, b"t", |_, end, _| end);
+    assert_eq!(
+        extract_with(text, b"t", side_by_side::read),
+        expected,
+        "{}",
+        text.escape_ascii()
+    );
 }
 
 fn usual_number() -> impl Strategy<Value = String> {
@@ -47,7 +52,7 @@ const EVERY_WIDTH: [u32; 11] = [5, 6, 5, 4, 6, 1, 5, 3, 7, 2, 8];
 const WHOLE_BLOCKS: [u32; 8] = [7, 6, 6, 6, 6, 6, 6, 6];
 
 #[test]
-fn texts_that_end_anywhere() {
+fn truncated_texts() {
     for separator in [", ", ","] {
         let text = listed(&EVERY_WIDTH, separator, 800);
         for end in 0..=text.len() {
@@ -57,7 +62,7 @@ fn texts_that_end_anywhere() {
 }
 
 #[test]
-fn one_byte_that_is_another() {
+fn one_replaced_byte() {
     for (widths, separator) in [(&EVERY_WIDTH[..], ", "), (&EVERY_WIDTH, ","), (&WHOLE_BLOCKS, ", ")] {
         let text = listed(widths, separator, 300);
         for place in 0..text.len() {
@@ -71,7 +76,7 @@ fn one_byte_that_is_another() {
 }
 
 #[test]
-fn arrays_are_read_where_they_are_and_left_where_they_are_not() {
+fn only_complete_arrays_are_extracted() {
     for (text, tokens) in [
         (r#"{"t":[]}"#, Some(vec![])),
         (r#" { "m" : "a\"]}" , "t" : [ 1 , 23,456 ] } "#, Some(vec![1, 23, 456])),
@@ -103,11 +108,11 @@ fn arrays_are_read_where_they_are_and_left_where_they_are_not() {
 proptest! {
     /// Each list of numbers is read completely, with any spaces in the list and any other fields in the object.
     #[test]
-    fn lists_come_back(tokens in prop::collection::vec(any::<u32>(), 0..50), gap in "[ \n\t]{0,2}", small in any::<bool>()) {
+    fn lists_are_read_completely(tokens in prop::collection::vec(any::<u32>(), 0..50), gap in "[ \n\t]{0,2}", small in any::<bool>()) {
         let tokens: Vec<u32> = tokens.into_iter().map(|token| if small { token >> 16 } else { token }).collect();
         let list: Vec<String> = tokens.iter().map(|token| format!("{gap}{token}{gap}")).collect();
         let text = format!(r#"{{"a":"[1,2]","t":[{}],"b":{{"t":[3]}}}}"#, list.join(","));
-        let found = lift_with(text.as_bytes(), b"t", side_by_side::read).unwrap();
+        let found = extract_with(text.as_bytes(), b"t", side_by_side::read).unwrap();
         prop_assert_eq!(&found.tokens, &tokens);
         prop_assert!(text[found.start..].starts_with('['));
         prop_assert!(text[..found.end].ends_with(']'));
@@ -116,7 +121,7 @@ proptest! {
     /// Numbers of any width, usually with equal separators. Other text follows the numbers, some bytes are replaced, and the text is
     /// truncated somewhere.
     #[test]
-    fn the_quick_way_answers_as_care_does(
+    fn the_fast_loop_reads_as_the_slow_decoder_does(
         numbers in prop_oneof![
             prop::collection::vec(usual_number(), 0..800),
             prop::collection::vec(prop_oneof![200 => usual_number(), 1 => odd_number()], 0..800),
@@ -154,7 +159,7 @@ proptest! {
 
     /// No input makes the decoder panic.
     #[test]
-    fn anything_is_read_or_left(text in "[{}\\[\\]\",:0-9t \\\\-]{0,40}") {
+    fn no_text_makes_the_decoder_panic(text in "[{}\\[\\]\",:0-9t \\\\-]{0,40}") {
         let _ = read(text.as_bytes());
     }
 }

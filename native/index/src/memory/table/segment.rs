@@ -5,14 +5,14 @@ use std::ptr::{self, NonNull};
 
 use crate::memory::page_pool::Piece;
 
-use super::{Hashes, skewed};
+use super::{Hashes, skew};
 
 /// Number of entries of a bucket.
-const WAYS: usize = 10;
+const BUCKET_ENTRIES: usize = 10;
 /// Number of buckets of a segment; only the single segment of a small table has fewer.
-pub const SEGMENT: usize = 32;
+pub const SEGMENT_BUCKETS: usize = 32;
 /// Number of buckets to which a segment of a dense table grows before it is split.
-pub const WIDE: usize = 48;
+pub const WIDE_BUCKETS: usize = 48;
 /// Average number of entries per bucket at which a segment is split or grows.
 const MAX_LOAD: usize = 9;
 /// Average number of entries per bucket below which two segments are merged, or one segment shrinks.
@@ -28,19 +28,19 @@ const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct Bucket {
-    tags: [u16; WAYS],
+    tags: [u16; BUCKET_ENTRIES],
     used: u16,
     /// Number of entries that are in later buckets because this bucket was full when they were added. At its maximum, the number is not
     /// changed any more.
     sent_on: u16,
-    records: [u32; WAYS],
+    records: [u32; BUCKET_ENTRIES],
 }
 
 const EMPTY: Bucket = Bucket {
-    tags: [0; WAYS],
+    tags: [0; BUCKET_ENTRIES],
     used: 0,
     sent_on: 0,
-    records: [0; WAYS],
+    records: [0; BUCKET_ENTRIES],
 };
 
 impl Bucket {
@@ -62,7 +62,7 @@ impl Bucket {
             }
         };
         #[cfg(not(target_arch = "x86_64"))]
-        let mask = (0..WAYS).fold(0, |mask, at| mask | u32::from(self.tags[at] == tag) << at);
+        let mask = (0..BUCKET_ENTRIES).fold(0, |mask, at| mask | u32::from(self.tags[at] == tag) << at);
         mask & ((1 << self.used) - 1)
     }
 
@@ -88,7 +88,7 @@ impl Bucket {
     #[inline]
     fn put(&mut self, tag: u16, record: u32) -> bool {
         let used = self.used as usize;
-        if used >= WAYS {
+        if used >= BUCKET_ENTRIES {
             return false;
         }
         self.tags[used] = tag;
@@ -113,8 +113,8 @@ unsafe impl Sync for Buckets {}
 impl Buckets {
     fn new(count: usize) -> Self {
         let at = match count {
-            SEGMENT => Piece::<Bucket, SEGMENT>::filled(EMPTY).into_raw(),
-            WIDE => Piece::<Bucket, WIDE>::filled(EMPTY).into_raw(),
+            SEGMENT_BUCKETS => Piece::<Bucket, SEGMENT_BUCKETS>::from_value(EMPTY).into_raw(),
+            WIDE_BUCKETS => Piece::<Bucket, WIDE_BUCKETS>::from_value(EMPTY).into_raw(),
             _ => NonNull::from(Box::leak(vec![EMPTY; count].into_boxed_slice())).cast(),
         };
         Self { at, count: count as u32 }
@@ -122,7 +122,7 @@ impl Buckets {
 
     /// Puts an entry into a later bucket, since its home bucket is full.
     #[cold]
-    fn send_on(&mut self, home: usize, tag: u16, record: u32) {
+    fn put_after_home(&mut self, home: usize, tag: u16, record: u32) {
         let mut at = home;
         while !self[at].put(tag, record) {
             self[at].sent_on = self[at].sent_on.saturating_add(1);
@@ -136,8 +136,8 @@ impl Drop for Buckets {
         // SAFETY: `new` has allocated the buckets, in the one of these three ways that belongs to their count.
         unsafe {
             match self.count as usize {
-                SEGMENT => drop(Piece::<Bucket, SEGMENT>::from_raw(self.at)),
-                WIDE => drop(Piece::<Bucket, WIDE>::from_raw(self.at)),
+                SEGMENT_BUCKETS => drop(Piece::<Bucket, SEGMENT_BUCKETS>::from_raw(self.at)),
+                WIDE_BUCKETS => drop(Piece::<Bucket, WIDE_BUCKETS>::from_raw(self.at)),
                 count => drop(Box::from_raw(ptr::slice_from_raw_parts_mut(self.at.as_ptr(), count))),
             }
         }
@@ -258,7 +258,7 @@ impl Segment {
     pub fn put(&mut self, home: usize, tag: u16, record: u32) {
         self.used += 1;
         if !self.buckets[home].put(tag, record) {
-            self.buckets.send_on(home, tag, record);
+            self.buckets.put_after_home(home, tag, record);
         }
     }
 
@@ -266,14 +266,14 @@ impl Segment {
     #[inline]
     pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let bucket = &mut self.buckets[home];
-        let found = bucket.take(tag, record) || (bucket.sent_on > 0 && self.take_behind(home, tag, record));
+        let found = bucket.take(tag, record) || (bucket.sent_on > 0 && self.take_after_home(home, tag, record));
         self.used -= u32::from(found);
         found
     }
 
     /// Removes an entry that is in a later bucket than its home.
     #[cold]
-    fn take_behind(&mut self, home: usize, tag: u16, record: u32) -> bool {
+    fn take_after_home(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let size = self.buckets.len();
         let behind = |step: usize| if home + step < size { home + step } else { home + step - size };
         for step in 1..size {
@@ -301,7 +301,7 @@ impl Segment {
     // --- moving entries to the buckets that their tags determine
 
     /// Number of entries whose first bit after the shared bits is 1.
-    pub fn in_second_half(&self) -> usize {
+    pub fn second_half_len(&self) -> usize {
         let bit = 15 - (self.depth - self.base);
         let ones = |bucket: &Bucket| {
             let counted = bucket.tags.iter().enumerate();
@@ -313,7 +313,7 @@ impl Segment {
 
     /// Copies all entries into one new segment, or into two: then the first bit after the shared bits selects the segment. `used` is the
     /// number of entries that each new segment gets. Tags do not change.
-    pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
+    pub fn copy_into<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
         let bit = 15 - (self.depth - self.base);
         let passed = into[0].depth - self.base;
         let mut halves = into.each_mut().map(|half| &mut half.buckets);
@@ -328,7 +328,7 @@ impl Segment {
             for ((&tag, &record), home) in bucket.tags.iter().zip(&bucket.records).zip(homes).take(bucket.used as usize) {
                 let buckets = &mut halves[half_of(tag)];
                 if !buckets[home].put(tag, record) {
-                    buckets.send_on(home, tag, record);
+                    buckets.put_after_home(home, tag, record);
                 }
             }
         }
@@ -338,18 +338,18 @@ impl Segment {
     }
 
     /// Whether the tags have no bit for another split.
-    pub fn tags_are_used_up(&self) -> bool {
+    pub fn are_tags_used_up(&self) -> bool {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
     /// Computes all tags again, from the bits after the first `base` bits. The hashes are read from the records, which are scattered in
     /// memory, so all records are prefetched first.
-    pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
+    pub fn compute_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));
         self.base = base as u8;
         for bucket in self.buckets.iter_mut() {
             for (tag, &record) in bucket.tags.iter_mut().zip(&bucket.records).take(bucket.used as usize) {
-                *tag = (skewed(hashes.hash_of(record)) << base >> 48) as u16;
+                *tag = (skew(hashes.hash_of(record)) << base >> 48) as u16;
             }
         }
     }

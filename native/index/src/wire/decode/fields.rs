@@ -8,7 +8,7 @@ use crate::wire::scan::Limits;
 use crate::wire::scan::layouts::unused_texts;
 
 use super::refusal::Refusal;
-use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
+use super::value::{bin, declared_length, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
 /// Maximum number of lists and maps in all free-form fields of one batch. Extra keys do not count if they have the form in which engines
@@ -98,7 +98,7 @@ fn token(raw: &[u8]) -> Result<Token, Reason> {
     if matches!(head_of(raw), 0xC0 | 0xC2 | 0xC3 | 0xCA | 0xCB) {
         return Ok(Token::INVALID);
     }
-    if declared(raw) != 2 {
+    if declared_length(raw) != 2 {
         return Err(Reason::BadField);
     }
     let mut parts = list(raw)?.map(|part| Reader::new(part, 0).int());
@@ -204,7 +204,7 @@ impl<'f, 'a> Fields<'f, 'a> {
 
     /// Rejects a field that has one entry per block, if it has more entries than an event may have hashes.
     fn check_length(&self, name: &'static str) -> Result<(), Refusal<'a>> {
-        let (count, limit) = (self.get(name).map_or(0, declared), self.limits.max_hashes);
+        let (count, limit) = (self.get(name).map_or(0, declared_length), self.limits.max_hashes);
         if count > limit {
             let unit = "entries; the limit max_hashes is";
             return Err(Refusal::exceeding(Reason::TooManyHashes, name, count, unit, limit));

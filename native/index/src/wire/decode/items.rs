@@ -59,8 +59,8 @@ impl<'a> Part<'a> {
         let offset = i64::try_from(*offset).ok().filter(|offset| *offset >= 0)?;
         // A client knows the uuid that it has sent, but not the digest that the engine computes from the uuid and the contents.
         let id = match (uuid, hash) {
-            (Some(Value::Text(text)), _) | (_, Value::Text(text)) => Id::placed(keys::item_text(text)),
-            (_, Value::Bytes(bytes)) => Id::placed(keys::item_bytes(bytes)),
+            (Some(Value::Text(text)), _) | (_, Value::Text(text)) => Id::from_digest(keys::item_text(text)),
+            (_, Value::Bytes(bytes)) => Id::from_digest(keys::item_bytes(bytes)),
             (_, Value::Int(number)) => Id {
                 hash: *number as u64,
                 is_placeless: true,
@@ -72,7 +72,7 @@ impl<'a> Part<'a> {
 }
 
 impl Id {
-    fn placed(hash: u64) -> Self {
+    fn from_digest(hash: u64) -> Self {
         Self {
             hash,
             is_placeless: false,
@@ -106,16 +106,18 @@ pub(super) struct Items {
 impl Items {
     pub fn of_store(event: &BlockStored) -> Self {
         let blocks = event.block_hashes.values.len();
-        let given = event.unknown_fields.iter().find(|(name, _)| name == "mm_keys");
-        let given = given.map(|(_, given)| given).filter(|given| has_content(given));
+        let items_field = event.unknown_fields.iter().find(|(name, _)| name == "mm_keys");
+        let items_field = items_field
+            .map(|(_, items_field)| items_field)
+            .filter(|items_field| has_content(items_field));
         let has_digests = event.token_ids.iter().any(|token| matches!(token, Token::Item(_)));
-        if given.is_none() && !has_digests {
+        if items_field.is_none() && !has_digests {
             return Self::default();
         }
         let (mut mark, mut lists) = (Vec::new(), Vec::new());
-        if let Some(given) = given {
-            lists = lists_of(given, blocks).unwrap_or_else(|| {
-                mark = given.debug_text(MARK_BYTES).into_bytes();
+        if let Some(items_field) = items_field {
+            lists = lists_of(items_field, blocks).unwrap_or_else(|| {
+                mark = items_field.debug_text(MARK_BYTES).into_bytes();
                 mark.truncate(MARK_BYTES);
                 Vec::new()
             });
@@ -155,8 +157,8 @@ impl Items {
 }
 
 /// Returns the items of each block; an empty list if no block has items. Returns None if the form of the items is unknown.
-fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
-    let Value::List(all) = given else { return None };
+fn lists_of(items_field: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
+    let Value::List(all) = items_field else { return None };
     let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
     // A list that is not divided by block belongs to the event's only block.
     let lists = per_block.flatten().or_else(|| (blocks == 1).then(|| vec![&all[..]]))?;
@@ -240,7 +242,7 @@ impl Search<'_> {
                 Some(_) if self.can_continue(at + 1) => self.end_of(at + 1, 1),
                 _ => at + 1,
             };
-            return run(id.unwrap_or_else(|| Id::placed(keys::item_text(digest))), at as i64, end);
+            return run(id.unwrap_or_else(|| Id::from_digest(keys::item_text(digest))), at as i64, end);
         }
         let value = self.number(at)?;
         let step = i128::from(self.number(at + 1) == Some(value + 1));

@@ -2,12 +2,12 @@
 
 use std::borrow::Cow;
 
-use super::{RAW_KEPT, Reason, Rejected};
+use super::{MAX_RAW_BYTES, Reason, Rejected};
 
 /// Maximum number of characters of a `Rejected::detail`.
-const DETAIL_KEPT: usize = 256;
+const MAX_DETAIL: usize = 256;
 /// Maximum number of characters of a name in a detail, since peers choose names.
-const NAME_KEPT: usize = 64;
+const MAX_DETAIL_NAME: usize = 64;
 
 /// Why a part of a batch is rejected. A refusal becomes text only when it is recorded, since a peer can cause very many rejections.
 #[derive(Debug)]
@@ -56,18 +56,18 @@ impl<'a> Refusal<'a> {
 
     /// Returns the record of this refusal.
     pub fn rejected(&self, raw: &[u8], index: Option<usize>) -> Rejected {
-        let short = |text: &str| text.chars().take(NAME_KEPT).collect::<String>();
+        let short = |text: &str| text.chars().take(MAX_DETAIL_NAME).collect::<String>();
         let detail = match &self.detail {
             Detail::Sentence(words) => (*words).to_owned(),
             Detail::Predicate(subject, words) => format!("{} {words}", short(subject)),
             Detail::Above(subject, count, unit, limit) => format!("{} has {count} {unit} {limit}", short(subject)),
-            Detail::Tag(tag) => format!("event type {:?}", short(tag)).chars().take(DETAIL_KEPT).collect(),
+            Detail::Tag(tag) => format!("event type {:?}", short(tag)).chars().take(MAX_DETAIL).collect(),
         };
         Rejected {
             reason: self.reason,
             detail,
             index,
-            raw: raw[..raw.len().min(RAW_KEPT)].to_vec(),
+            raw: raw[..raw.len().min(MAX_RAW_BYTES)].to_vec(),
             count: 1,
         }
     }

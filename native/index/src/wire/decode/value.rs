@@ -72,7 +72,7 @@ pub(super) fn is_map(head: u8) -> bool {
 
 /// Returns the number of elements or pairs that the header of an array or a map states, even if the header is truncated. Returns 0 for
 /// other values.
-pub(super) fn declared(raw: &[u8]) -> usize {
+pub(super) fn declared_length(raw: &[u8]) -> usize {
     let width = match head_of(raw) {
         head @ 0x80..=0x9F => return usize::from(head & 0x0F),
         0xDC | 0xDE => 2,
@@ -131,7 +131,7 @@ fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
 /// Iterates over the elements of a complete array.
 pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut parts = Parts::new(raw).ok();
-    (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
+    (0..declared_length(raw)).map_while(move |_| parts.as_mut()?.next().ok())
 }
 
 /// Divides the bytes after the header of an array or a map into single values.
@@ -168,7 +168,7 @@ impl<'a> Parts<'a> {
 /// The elements of an array.
 pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     let mut parts = Parts::new(raw)?;
-    let found = (0..declared(raw)).map(|_| parts.next()).collect::<Result<_, _>>()?;
+    let found = (0..declared_length(raw)).map(|_| parts.next()).collect::<Result<_, _>>()?;
     parts.end()?;
     Ok(found)
 }
@@ -181,7 +181,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
     let mut found: Vec<(&str, &[u8])> = Vec::new();
     let mut places = HashMap::new();
-    for _ in 0..declared(raw) {
+    for _ in 0..declared_length(raw) {
         let name = text(parts.next_header()?)?.ok_or(Reason::BadField)?;
         let value = parts.next()?;
         let known = if found.len() <= MAX_COMPARED_NAMES {
@@ -285,7 +285,7 @@ fn extension(raw: &[u8]) -> Result<Option<Value>, Reason> {
 }
 
 /// The first second of the year 1 and the last second of the year 9999, since the epoch.
-const SECONDS: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
+const TIMESTAMP_SECONDS: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
 
 fn time(data: &[u8]) -> Result<Value, Reason> {
     let number = |bytes: &[u8]| bytes.iter().fold(0_u64, |value, &byte| value << 8 | u64::from(byte));
@@ -295,7 +295,7 @@ fn time(data: &[u8]) -> Result<Value, Reason> {
         12 => (number(&data[4..]) as i64, number(&data[..4])),
         _ => return Err(Reason::BadField),
     };
-    if nanos >= 1_000_000_000 || !SECONDS.contains(&seconds) {
+    if nanos >= 1_000_000_000 || !TIMESTAMP_SECONDS.contains(&seconds) {
         return Err(Reason::BadField);
     }
     let micros = (nanos + 500) / 1000;
@@ -304,7 +304,7 @@ fn time(data: &[u8]) -> Result<Value, Reason> {
     } else {
         (seconds, micros)
     };
-    if !SECONDS.contains(&seconds) {
+    if !TIMESTAMP_SECONDS.contains(&seconds) {
         return Err(Reason::BadField);
     }
     Ok(Value::Time(seconds, micros as u32))

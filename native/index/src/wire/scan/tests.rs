@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::testing::cases::{batch, map, text};
-use crate::testing::{Described, OwnedExtra, OwnedId, describe, describe_decoded};
+use crate::testing::{OwnedEvent, OwnedExtra, OwnedId, describe, describe_decoded};
 
 fn schema_within(limits: Limits) -> Schema {
     Schema::new(limits).unwrap()
@@ -12,7 +12,7 @@ fn schema() -> Schema {
     schema_within(Limits::default())
 }
 
-fn accepted(payload: &[u8]) -> Option<Vec<Described>> {
+fn scan_accepted(payload: &[u8]) -> Option<Vec<OwnedEvent>> {
     describe(payload, &schema())
 }
 
@@ -73,7 +73,7 @@ fn stored(fields: &[(&str, &[u8])]) -> Vec<u8> {
 fn every_released_dialect_is_accepted() {
     let refused: Vec<_> = goldens()
         .into_iter()
-        .filter(|golden| accepted(&golden.2).is_none())
+        .filter(|golden| scan_accepted(&golden.2).is_none())
         .map(|golden| golden.1)
         .collect();
     assert_eq!(refused, ["map_batch"]);
@@ -81,7 +81,7 @@ fn every_released_dialect_is_accepted() {
 
 #[test]
 fn a_map_event_of_many_fields() {
-    let found = accepted(&golden("0.32.0", "stored_root_2_blocks")).unwrap();
+    let found = scan_accepted(&golden("0.32.0", "stored_root_2_blocks")).unwrap();
     assert_eq!(found.len(), 1);
     assert_eq!(found[0].hashes, [0x1111_1111_1111_1111, 0xF222_2222_2222_2222]);
     assert_eq!(found[0].tokens, (100..108).collect::<Vec<_>>());
@@ -98,7 +98,7 @@ fn a_map_event_of_many_fields() {
 
 #[test]
 fn an_array_batch_of_three_events() {
-    let found = accepted(&golden("0.9.0", "stored_child_removed_cleared_rank1")).unwrap();
+    let found = scan_accepted(&golden("0.9.0", "stored_child_removed_cleared_rank1")).unwrap();
     let kinds: Vec<_> = found.iter().map(|event| event.kind).collect();
     assert_eq!(kinds, [Kind::Stored, Kind::Removed, Kind::Cleared]);
     assert_eq!(found[0].parent, Some(0x2222_2222_2222_2222));
@@ -107,23 +107,23 @@ fn an_array_batch_of_three_events() {
 
 #[test]
 fn digests_give_their_last_eight_bytes() {
-    let found = accepted(&golden("0.24.0", "stored_bytes_hashes")).unwrap();
+    let found = scan_accepted(&golden("0.24.0", "stored_bytes_hashes")).unwrap();
     assert_eq!(found[0].hashes, [0xA1A1_A1A1_A1A1_A1A1, 0xB2B2_B2B2_B2B2_B2B2]);
     assert_eq!(found[0].parent, Some(0xC3C3_C3C3_C3C3_C3C3));
     let eight: &[u8] = &[0x92, 0xC4, 8, 1, 2, 3, 4, 5, 6, 7, 8, 0xFF];
     assert_eq!(
-        accepted(&stored(&[("block_hashes", eight)])).unwrap()[0].hashes,
+        scan_accepted(&stored(&[("block_hashes", eight)])).unwrap()[0].hashes,
         [0x0102_0304_0506_0708, u64::MAX]
     );
     assert_eq!(
-        accepted(&stored(&[("block_hashes", &[0x91, 0xC4, 7, 1, 2, 3, 4, 5, 6, 7])])),
+        scan_accepted(&stored(&[("block_hashes", &[0x91, 0xC4, 7, 1, 2, 3, 4, 5, 6, 7])])),
         None
     );
 }
 
 #[test]
 fn extra_keys_of_every_shape() {
-    let found = accepted(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds")).unwrap();
+    let found = scan_accepted(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds")).unwrap();
     let pair = |id: &str, offset| OwnedExtra::Pair(OwnedId::Text(id.into()), offset);
     let expected = [
         (0, OwnedExtra::Text("tenant-0".into())),
@@ -133,14 +133,17 @@ fn extra_keys_of_every_shape() {
     ];
     assert_eq!(found[0].extra_keys.as_deref(), Some(&expected[..]));
     let some: &[u8] = &[0x93, 0xC0, 0x90, 0x93, 0x92, 0xC4, 1, 9, 7, 0x92, 0xFF, 0xFE, 0x05];
-    let found = accepted(&stored(&[("extra_keys", some)])).unwrap();
+    let found = scan_accepted(&stored(&[("extra_keys", some)])).unwrap();
     let expected = [
         (2, OwnedExtra::Pair(OwnedId::Bytes(vec![9]), 7)),
         (2, OwnedExtra::Pair(OwnedId::Int(-1), -2)),
         (2, OwnedExtra::Int(5)),
     ];
     assert_eq!(found[0].extra_keys.as_deref(), Some(&expected[..]));
-    assert_eq!(accepted(&stored(&[("extra_keys", &[0xC0])])).unwrap()[0].extra_keys, None);
+    assert_eq!(
+        scan_accepted(&stored(&[("extra_keys", &[0xC0])])).unwrap()[0].extra_keys,
+        None
+    );
     for shape in [
         &[0x80][..],
         &[0x91, 0x80],
@@ -155,7 +158,7 @@ fn extra_keys_of_every_shape() {
         &[0x91, 0x91, 0xCB, 0, 0, 0, 0, 0, 0, 0, 0],
         &[0x91, 0x91, 0xA1, 0xFF],
     ] {
-        assert_eq!(accepted(&stored(&[("extra_keys", shape)])), None, "{shape:?}");
+        assert_eq!(scan_accepted(&stored(&[("extra_keys", shape)])), None, "{shape:?}");
     }
 }
 
@@ -167,7 +170,7 @@ fn extra_keys_that_are_decoded_are_announced() {
 }
 
 #[test]
-fn a_visitor_survives_what_it_is_not_for() {
+fn invalid_extra_keys_are_refused() {
     for raw in [&[][..], &[0xC0], &[0x91], &[0x90, 0x90], &[0xDD, 0xFF, 0xFF, 0xFF, 0xFF]] {
         assert_eq!(extra_keys(raw, |_, _| ()), None);
     }
@@ -176,7 +179,7 @@ fn a_visitor_survives_what_it_is_not_for() {
 #[test]
 fn integers_of_any_width() {
     for (wire, value) in [(&[0xD0, 0xFF][..], -1), (&[0xFF], -1), (&[0xCF, 0, 0, 0, 0, 0, 0, 0, 7], 7)] {
-        let found = accepted(&stored(&[
+        let found = scan_accepted(&stored(&[
             ("lora_id", wire),
             ("group_idx", wire),
             ("block_hashes", &[&[0x91], wire].concat()),
@@ -186,15 +189,18 @@ fn integers_of_any_width() {
         assert_eq!(found[0].hashes, [value as u64]);
     }
     // Python reads these fields; the index does not use them.
-    assert_eq!(accepted(&stored(&[("lora_id", &[0xCF, 0x80, 0, 0, 0, 0, 0, 0, 0])])), None);
-    assert_eq!(accepted(&stored(&[("block_size", &[0xFF])])), None);
+    assert_eq!(
+        scan_accepted(&stored(&[("lora_id", &[0xCF, 0x80, 0, 0, 0, 0, 0, 0, 0])])),
+        None
+    );
+    assert_eq!(scan_accepted(&stored(&[("block_size", &[0xFF])])), None);
 }
 
 #[test]
-fn token_ids_that_are_no_keys() {
-    let found = accepted(&stored(&[("token_ids", &[0x92, 0x01, 0xFF])])).unwrap();
+fn token_ids_without_keys() {
+    let found = scan_accepted(&stored(&[("token_ids", &[0x92, 0x01, 0xFF])])).unwrap();
     assert!(found[0].keyable == 1 && !found[0].pairs);
-    let found = accepted(&stored(&[("token_ids", &[0x92, 0x92, 1, 2, 0x92, 2, 3])])).unwrap();
+    let found = scan_accepted(&stored(&[("token_ids", &[0x92, 0x92, 1, 2, 0x92, 2, 3])])).unwrap();
     assert!(found[0].keyable == 2 && found[0].pairs);
     assert_eq!(found[0].tokens, [1, 2, 2, 3]);
     for mixed in [
@@ -204,14 +210,15 @@ fn token_ids_that_are_no_keys() {
         &[0x91, 0xC0],
         &[0xC0],
     ] {
-        assert_eq!(accepted(&stored(&[("token_ids", mixed)])), None);
+        assert_eq!(scan_accepted(&stored(&[("token_ids", mixed)])), None);
     }
 }
 
 #[test]
 fn keys_in_the_place_of_tokens() {
-    let keys =
-        |wire: &[u8]| accepted(&stored(&[("token_ids", &[0x90]), ("block_keys", wire)])).map(|found| found[0].keys.clone());
+    let keys = |wire: &[u8]| {
+        scan_accepted(&stored(&[("token_ids", &[0x90]), ("block_keys", wire)])).map(|found| found[0].keys.clone())
+    };
     assert_eq!(keys(&[0xC0]), Some(None));
     assert_eq!(keys(&[0x90]), Some(Some(vec![])));
     assert_eq!(keys(&[0x92, 7, 0xFF]), Some(Some(vec![7, u64::MAX])));
@@ -239,7 +246,7 @@ fn keys_in_the_place_of_tokens() {
 }
 
 #[test]
-fn keys_are_one_for_each_hash() {
+fn a_store_has_one_key_for_each_hash() {
     let size = |fields: &[(&str, &[u8])]| {
         let mut scratch = Scratch::default();
         scan(&stored(fields), &schema(), &mut scratch).map(|()| scratch.events[0].size_of_keyed())
@@ -256,9 +263,9 @@ fn keys_are_one_for_each_hash() {
 }
 
 #[test]
-fn a_heartbeat_is_left_to_python() {
+fn the_scanner_refuses_heartbeats() {
     let removed = |wire: &[u8]| {
-        accepted(&batch(&[map(
+        scan_accepted(&batch(&[map(
             "BlockRemoved",
             &[("block_hashes", &[0x90]), ("heartbeat", wire)],
         )]))
@@ -269,7 +276,7 @@ fn a_heartbeat_is_left_to_python() {
         assert_eq!(removed(wire), None);
     }
     let array = |wire: &[u8]| {
-        accepted(&batch(&[
+        scan_accepted(&batch(&[
             [&[0x95][..], &text("BlockRemoved"), &[0x90, 0xC0, 0xC0], wire].concat()
         ]))
     };
@@ -278,7 +285,7 @@ fn a_heartbeat_is_left_to_python() {
 }
 
 #[test]
-fn fields_without_use_have_their_types_all_the_same() {
+fn unused_fields_must_have_their_types() {
     for (name, good, bad) in [
         ("session_id", &[0xA1, b'a'][..], &[0x01][..]),
         ("session_id", &[0xC0], &[0xA1, 0xFF]),
@@ -287,54 +294,58 @@ fn fields_without_use_have_their_types_all_the_same() {
         ("block_digests", &[0xC0], &[0x90]),
         ("parent_block_digest", &[0xC0], &[0x90]),
     ] {
-        assert!(accepted(&stored(&[(name, good)])).is_some(), "{name}");
-        assert_eq!(accepted(&stored(&[(name, bad)])), None, "{name}");
+        assert!(scan_accepted(&stored(&[(name, good)])).is_some(), "{name}");
+        assert_eq!(scan_accepted(&stored(&[(name, bad)])), None, "{name}");
     }
 }
 
 #[test]
-fn what_is_unexpected_is_refused() {
+fn unexpected_values_are_refused() {
     let cleared = map("AllBlocksCleared", &[]);
-    assert!(accepted(&batch(std::slice::from_ref(&cleared))).is_some());
+    assert!(scan_accepted(&batch(std::slice::from_ref(&cleared))).is_some());
     let whole = stored(&[]);
-    assert!(accepted(&whole).is_some());
-    assert_eq!(accepted(&[&whole[..], &[0xC0]].concat()), None, "trailing bytes");
+    assert!(scan_accepted(&whole).is_some());
+    assert_eq!(scan_accepted(&[&whole[..], &[0xC0]].concat()), None, "trailing bytes");
     assert_eq!(
-        accepted(&stored(&[("medium", &[0xC0]), ("medium", &[0xC0])])),
+        scan_accepted(&stored(&[("medium", &[0xC0]), ("medium", &[0xC0])])),
         None,
         "a field twice"
     );
-    assert_eq!(accepted(&stored(&[("tomorrow", &[0xC0])])), None, "an unknown field");
-    assert_eq!(accepted(&stored(&[("medium", &[0x01])])), None, "a medium that is no text");
+    assert_eq!(scan_accepted(&stored(&[("tomorrow", &[0xC0])])), None, "an unknown field");
     assert_eq!(
-        accepted(&stored(&[("medium", &[0xA1, 0xFF])])),
+        scan_accepted(&stored(&[("medium", &[0x01])])),
+        None,
+        "a medium that is no text"
+    );
+    assert_eq!(
+        scan_accepted(&stored(&[("medium", &[0xA1, 0xFF])])),
         None,
         "a medium that is no UTF-8"
     );
-    assert_eq!(accepted(&batch(&[map("BlockMoved", &[])])), None, "an unknown tag");
-    assert_eq!(accepted(&batch(&[map("BlockRemoved", &[])])), None, "no hashes");
+    assert_eq!(scan_accepted(&batch(&[map("BlockMoved", &[])])), None, "an unknown tag");
+    assert_eq!(scan_accepted(&batch(&[map("BlockRemoved", &[])])), None, "no hashes");
     assert_eq!(
-        accepted(&batch(&[map("BlockStored", &[("block_hashes", &[0x90])])])),
+        scan_accepted(&batch(&[map("BlockStored", &[("block_hashes", &[0x90])])])),
         None,
         "no tokens"
     );
     assert_eq!(
-        accepted(&batch(&[[&[0xC4, cleared.len() as u8], &cleared[..]].concat()])),
+        scan_accepted(&batch(&[[&[0xC4, cleared.len() as u8], &cleared[..]].concat()])),
         None,
         "an event in a bin"
     );
     assert_eq!(
-        accepted(&batch(&[[&[0x94], &text("AllBlocksCleared")[..], &[0xC0; 3]].concat()])),
+        scan_accepted(&batch(&[[&[0x94], &text("AllBlocksCleared")[..], &[0xC0; 3]].concat()])),
         None,
         "a longer array"
     );
-    assert_eq!(accepted(&batch(&[vec![0x90]])), None, "an event without a tag");
-    assert_eq!(accepted(&batch(&[vec![0x80]])), None, "a map without a tag");
+    assert_eq!(scan_accepted(&batch(&[vec![0x90]])), None, "an event without a tag");
+    assert_eq!(scan_accepted(&batch(&[vec![0x80]])), None, "a map without a tag");
     let behind = [&[0x80][..], &text("type"), &text("AllBlocksCleared")].concat();
-    assert_eq!(accepted(&batch(&[behind])), None, "a tag behind a map that is empty");
-    assert_eq!(accepted(&[0x91, 0x01]), None, "no events");
-    assert_eq!(accepted(&[0x82, 0xA2, b't', b's', 0x01]), None, "a map");
-    assert_eq!(accepted(&[]), None, "nothing");
+    assert_eq!(scan_accepted(&batch(&[behind])), None, "a tag behind a map that is empty");
+    assert_eq!(scan_accepted(&[0x91, 0x01]), None, "no events");
+    assert_eq!(scan_accepted(&[0x82, 0xA2, b't', b's', 0x01]), None, "a map");
+    assert_eq!(scan_accepted(&[]), None, "nothing");
 }
 
 #[test]
@@ -356,12 +367,12 @@ fn timestamps_in_seconds() {
         vec![0xC0],
         vec![0xC3],
     ] {
-        assert_eq!(accepted(&with(&ts)), None);
+        assert_eq!(scan_accepted(&with(&ts)), None);
     }
 }
 
 #[test]
-fn ranks_and_what_follows_them() {
+fn ranks_and_later_fields() {
     let rank = |more: &[u8]| {
         let mut scratch = Scratch::default();
         scan(
@@ -377,14 +388,14 @@ fn ranks_and_what_follows_them() {
     assert_eq!(rank(&[0xC3]), None);
     assert_eq!(rank(&[1, 0xC1]), None);
     let nested = |levels: usize| [&[0x94, 1, 0x90, 0xC0][..], &vec![0x91; levels], &[0xC0]].concat();
-    assert!(accepted(&nested(SKIPPED_NESTING)).is_some());
-    assert_eq!(accepted(&nested(SKIPPED_NESTING + 1)), None);
+    assert!(scan_accepted(&nested(SKIPPED_NESTING)).is_some());
+    assert_eq!(scan_accepted(&nested(SKIPPED_NESTING + 1)), None);
 }
 
 // --- limits ---
 
 #[test]
-fn limits_are_those_of_python() {
+fn limits_equal_those_of_python() {
     let payload = stored(&[("extra_keys", &[0x93, 0xC0, 0xC0, 0xC0]), ("block_hashes", &[0x93, 1, 2, 3])]);
     let within = Limits {
         max_payload_bytes: payload.len(),
@@ -458,7 +469,7 @@ fn memory_follows_the_payload() {
         scratch.hashes.capacity() >= usize::from(size),
         "the test reaches what it is about"
     );
-    assert!(scratch.bytes() > SCRATCH_BYTES_KEPT);
+    assert!(scratch.bytes() > MIN_SCRATCH_BYTES);
     scratch.shrink();
     assert_eq!(scratch.bytes(), 0);
     scan(&stored(many(&[], &[1])), &schema(), &mut scratch);
@@ -517,8 +528,8 @@ fn found(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<impl 
 }
 
 /// Asserts that all spans of an accepted payload can be read, and that an earlier payload in the scratch makes no difference.
-fn look_at_after(before: &[u8], payload: &[u8]) {
-    let _ = accepted(payload);
+fn check_payload_after(before: &[u8], payload: &[u8]) {
+    let _ = scan_accepted(payload);
     for schema in [schema(), schema().joining()] {
         let mut scratch = Scratch::default();
         let _ = scan(before, &schema, &mut scratch);
@@ -528,8 +539,8 @@ fn look_at_after(before: &[u8], payload: &[u8]) {
     }
 }
 
-fn look_at(payload: &[u8]) {
-    look_at_after(payload, payload);
+fn check_payload(payload: &[u8]) {
+    check_payload_after(payload, payload);
 }
 
 proptest! {
@@ -537,13 +548,13 @@ proptest! {
 
     #[test]
     fn random_bytes(payload in prop::collection::vec(any::<u8>(), 0..200)) {
-        look_at(&payload);
+        check_payload(&payload);
     }
 
     #[test]
     fn random_msgpack(parts in prop::collection::vec(msgpack(), 1..4), whole in msgpack()) {
-        look_at(&whole);
-        look_at(&[vec![0x92, 1, 0x90 | parts.len() as u8], parts.concat()].concat());
+        check_payload(&whole);
+        check_payload(&[vec![0x92, 1, 0x90 | parts.len() as u8], parts.concat()].concat());
     }
 
     /// Golden payloads in which bytes were changed, removed or inserted, or which were truncated.
@@ -566,14 +577,14 @@ proptest! {
         if let Some(cut) = cut {
             payload.truncate(cut.index(payload.len()));
         }
-        look_at_after(&golden, &payload);
+        check_payload_after(&golden, &payload);
     }
 
     /// One scratch reads payloads of two dialects, one after the other.
     #[test]
     fn any_two_goldens(before in any::<prop::sample::Index>(), after in any::<prop::sample::Index>()) {
         let goldens = goldens();
-        look_at_after(&before.get(&goldens).2, &after.get(&goldens).2);
+        check_payload_after(&before.get(&goldens).2, &after.get(&goldens).2);
     }
 }
 
@@ -581,7 +592,7 @@ proptest! {
 fn every_prefix_of_a_golden_is_refused() {
     for (release, case, payload) in goldens() {
         for length in 0..payload.len() {
-            assert_eq!(accepted(&payload[..length]), None, "{release} {case} {length}");
+            assert_eq!(scan_accepted(&payload[..length]), None, "{release} {case} {length}");
         }
     }
 }
@@ -609,8 +620,8 @@ fn events_are_read_one_by_one() {
         store(6, 0xC0, "CPU", 1),
     ];
     let payload = batch(&others);
-    look_at_after(&first, &payload);
-    let events = accepted(&payload).expect("it is read");
+    check_payload_after(&first, &payload);
+    let events = scan_accepted(&payload).expect("it is read");
     let media: Vec<Option<&str>> = events.iter().map(|event| event.medium.as_deref()).collect();
     assert_eq!(media, [Some("GPU"), Some("CPU"), Some("CPU"), Some("CPU"), None, Some("CPU")]);
     let parents: Vec<Option<u64>> = events.iter().map(|event| event.parent).collect();
@@ -623,7 +634,7 @@ fn events_are_read_one_by_one() {
 
 /// A schema applies its own limits to a payload, even if another schema has accepted the payload.
 #[test]
-fn limits_are_of_one_schema() {
+fn each_schema_has_its_own_limits() {
     let payload = stored(&[("medium", &text("GPU"))]);
     let strict = schema_within(Limits {
         max_fields: 3,
