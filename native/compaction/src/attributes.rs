@@ -87,7 +87,7 @@ impl AttributeTable {
         number
     }
 
-    /// Counts one block fewer with these attributes.
+    /// Decrements the number of blocks with these attributes.
     #[inline]
     pub fn release(&mut self, number: u32) {
         let Some(Some(entry)) = self.entries.get_mut(number as usize) else {

@@ -79,10 +79,11 @@ struct Exporter<'a> {
     needs_extra_keys: bool,
     /// Whether a consumer still needs a store with a LoRA to set `Evidence::has_loras`.
     needs_loras: bool,
-    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`. The
-    /// two fields below are whether an unkeyed root was exported, and whether one without a LoRA was.
+    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`.
     needs_unkeyed_root: bool,
+    /// Whether an unkeyed root was exported.
     has_unkeyed_root: bool,
+    /// Whether an unkeyed root without a LoRA was exported.
     has_bare_root: bool,
     /// The two smallest hashes above 0 that neither a block nor a waiting copy names.
     unused_hashes: OnceCell<[u64; 2]>,

@@ -30,7 +30,7 @@ use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch};
 use encode::PayloadWriter;
 use state::{Reason, State};
 
-/// Compacts the history of one stream. If payloads of the stream state several ranks, each rank has its own state, as in the index: a batch
+/// Compacts the history of one stream. If payloads of the stream state several ranks, each rank has its own state, as in the index. A batch
 /// with a rank concerns only that rank, and a batch without a rank concerns all ranks.
 #[derive(Debug, Default)]
 pub struct Compactor {

@@ -1,5 +1,5 @@
 //! Tests of LoRAs whose names begin to mean other weights. An engine that hashes the paths of LoRAs, but announces only their names, is
-//! compared with three indexes: the first applies all events, the second restores a snapshot, and the third starts from a compacted
+//! compared with three indexes. The first applies all events, the second restores a snapshot, and the third starts from a compacted
 //! history.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -73,7 +73,7 @@ pub struct State {
     pub group_rules: GroupRules,
     /// Pending copies, of blocks whose parents or tokens are unknown. In this queue, the placement of a copy is the ID of its announcement.
     pub waiting: Queue<Content<'static>>,
-    /// Copies of blocks of groups of unknown kinds.
+    /// Copies of blocks in groups of unknown kinds.
     pub unkept: UnkeptCopies,
     /// Stores of the current payload that might be reports of hits, by hash and announcement.
     hit_reports: HitReports<u64, u8>,

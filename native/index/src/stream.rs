@@ -312,7 +312,7 @@ impl Stream {
         self.copies.beyond_first()
     }
 
-    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
+    /// Number of blocks that might be gone; a block that might be gone on two placements counts twice.
     pub fn uncertain(&self) -> usize {
         self.copies.uncertain()
     }

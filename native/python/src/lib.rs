@@ -83,8 +83,8 @@ fn hash_list<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList
     Ok(list)
 }
 
-/// For a payload with one store, returns the keys of the store's blocks, the part of the seed that the salt contributes, and the reason why
-/// keys are missing, if any are.
+/// Returns three values for a payload with one store: the keys of the store's blocks, the part of the seed that the salt contributes, and
+/// the reason for missing keys.
 #[pyfunction]
 fn stored_keys(
     py: Python<'_>,

@@ -60,8 +60,8 @@ impl WorkerMatch {
 
     /// Whether the worker certainly holds all tokens of this match, on each tier.
     ///
-    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. As long as the scheme by which the engine computes hashes is
-    /// unknown, no bound is known in two cases: without full attention, and with several block sizes of full attention.
+    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. If the engine's hash scheme is unknown, no bound is known in
+    /// two cases: without full attention, and with several block sizes of full attention.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain

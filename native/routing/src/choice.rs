@@ -2,8 +2,8 @@
 //!
 //! Theory of operation. Candidates without a connection are left out if another candidate has one. So a worker that is STALE, or whose
 //! address does not accept connections, gets a prompt only if no other worker can take it. The score of each remaining candidate is the one
-//! that `prefix-aware` computes (`score`): the share of the prompt that the candidate must compute, from 0 to 1, plus a load term for its
-//! requests. In the load term, a request counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as its computation
+//! that `prefix-aware` computes (`score`). It is the share of the prompt that the candidate must compute, from 0 to 1, plus a load term for
+//! its requests. In the load term, a request counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as its computation
 //! would cost, and a short or shared prefix does not outweigh a queue. Of candidates with equal scores, the one that computes least is
 //! chosen, since avoided work helps all requests. Candidates that are equal in both values are chosen in rotation. The rotation of each
 //! process begins at a random position, so that many routers do not send to one worker at the same time.
@@ -351,8 +351,8 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &ScoreWeights, we
     (weights.with_factors(factor, if has_other { uncertain_weight } else { believed })).saved_share(tokens, whole, reach)
 }
 
-/// Returns the factor for the load guard: the cache of a candidate does not count if its requests exceed the mean of the other candidates
-/// by more than this factor.
+/// Returns the factor of the load guard. The cache of a candidate does not count if its requests exceed the mean of the other candidates
+/// multiplied by this factor.
 ///
 /// The factor is 1.25 if caches save at most three quarters of the prompt. With a factor of 2, the busiest of 16 engines had 1.8 times the
 /// mean requests while one system prompt spread. If the best cache saves more, the factor is larger: such prompts, for example those of

@@ -25,8 +25,8 @@ impl TierWeights {
 
     /// Returns these weights, each multiplied by the factor of its position, or by `other` if `factor` returns None.
     ///
-    /// The order of the tiers does not change: the prefix of a slower tier includes the prefixes of faster tiers, and a token of a faster
-    /// tier must not count with the weight of a slower tier.
+    /// The order of the tiers does not change, because the prefix of a slower tier includes those of faster tiers: a token of a faster tier
+    /// must not count with the weight of a slower one.
     pub fn with_factors(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
         Self {
             best_first: (self.best_first.iter())
@@ -88,9 +88,9 @@ pub struct LoadWeights {
     /// A worker is hot if its requests exceed the mean requests of the other workers multiplied by this factor. Infinity means no limit.
     pub guard: f64,
     /// Number of requests up to which a worker is not hot, however few requests the other workers have. The exception is a worker that is
-    /// chosen repeatedly for more than its share. Such a worker is hot if three conditions hold: its choices exceed this number and `guard`
-    /// times the mean of the other workers; it has more requests than another candidate; and one more request would exceed `guard` times
-    /// the mean requests of the other workers.
+    /// chosen repeatedly for more than its share. Such a worker is hot if three conditions hold. Its choices exceed this number and `guard`
+    /// times the mean of the other workers. It has more requests than another candidate. One more request would exceed `guard` times the
+    /// mean requests of the other workers.
     pub guard_requests: f64,
 }
 

@@ -189,8 +189,7 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{changed, index};
 
-    /// Name and rank of a worker, and numbers of tokens that it holds: on the GPU, on faster tiers and the host, on faster tiers and disks,
-    /// and over all tiers.
+    /// Name and rank of a worker, and the numbers of tokens that it holds: cumulative for the GPU, the host and disks, and over all tiers.
     type TrustedMatch = (String, i64, [u32; 4]);
 
     fn table(rows: &[TrustedMatch]) -> Table {

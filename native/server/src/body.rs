@@ -185,7 +185,7 @@ impl hyper::body::Body for Body {
 }
 
 /// Maximum number of bytes of a part: one HTTP/2 frame.
-const MAX_PART: usize = 1 << 14;
+const MAX_PART_BYTES: usize = 1 << 14;
 
 /// Some bytes of an answer; they count as unread until this value is dropped.
 struct UnreadBytes {
@@ -269,7 +269,7 @@ impl hyper::body::Body for OutgoingBody {
                 this.unsent = (!this.rest.is_empty()).then(|| UnreadBytes::new(&this.progress, this.rest.len()));
             }
         }
-        let bytes = this.rest.split_to(this.rest.len().min(MAX_PART));
+        let bytes = this.rest.split_to(this.rest.len().min(MAX_PART_BYTES));
         let data = match &this.unsent {
             Some(unsent) => Bytes::from_owner(Part {
                 bytes,

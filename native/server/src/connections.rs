@@ -12,13 +12,13 @@
 //! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING_TIME`; further input is discarded |
 //!
 //! In each state, a connection is closed if its client does not read its answers within `unread_seconds`. In this time, an answer must be
-//! sent completely, or in part; in the latter case, at least `MIN_READ_BYTES` bytes of all answers of the connection must be sent.
+//! sent completely, or in part. In the latter case, at least `MIN_READ_BYTES` bytes of all answers of the connection must be sent.
 //!
-//! At `max_clients` connections, a new connection replaces a connection without a request in progress. This is the oldest connection that
-//! is older than `YOUNG_TIME` and has sent no request; without such a connection, it is the one that has been idle for the longest time. If
-//! each connection has a request in progress, the new connection is *reserved*: only probes are answered on it. There are at most
-//! `reserved_clients` reserved connections. At this limit, the oldest reserved connection that does not wait for the service is closed for
-//! the next one. So probes are answered however many idle or slow connections there are.
+//! At `max_clients` connections, a new connection replaces a connection without a request in progress. The replaced connection is the
+//! oldest that is older than `YOUNG_TIME` and has sent no request. If it does not exist, the connection that has been idle for the longest
+//! time is replaced. If each connection has a request in progress, the new connection is *reserved*: only probes are answered on it. There
+//! are at most `reserved_clients` reserved connections. At this limit, the oldest reserved connection that does not wait for the service is
+//! closed for the next one. So probes are answered however many idle or slow connections there are.
 //!
 //! Each connection can hold `FREE_BYTES` of its requests, of which there can be several over HTTP/2. All connections together can hold
 //! `max_received_bytes` in addition. A request that would exceed this limit is refused. Answers that clients have not read take at most

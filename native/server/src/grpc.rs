@@ -50,7 +50,7 @@ const REASON_KEY: &str = "kvevents-reason";
 /// Number of bytes of the prefix of a message, in the body of a request.
 const PREFIX_BYTES: usize = 5;
 
-/// The path of each method. A call is admitted by the rules for the query of `/v1` in its row.
+/// The path of each method. The row of a method names the query of `/v1` whose rules decide whether a call is admitted.
 const METHODS: [(&str, Question); 7] = [
     ("/kvevents.v1.Query/Match", Question::Match),
     ("/kvevents.v1.Query/MatchMany", Question::MatchMany),

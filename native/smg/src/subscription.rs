@@ -34,10 +34,10 @@ const MAX_WAITING_BYTES: u32 = 64 << 20;
 /// Maximum number of bytes of a message: the limit of SMG itself.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 const CONNECT_TIME: Duration = Duration::from_secs(5);
-/// Time after which a quiet connection is checked (and below, the timeout of the check). So a worker is noticed that is frozen or cannot be
-/// reached.
-const CHECK_AFTER: Duration = Duration::from_secs(2);
-const CHECK_TIME: Duration = Duration::from_secs(3);
+/// Time without a message after which the connection is checked, to notice a worker that is frozen or cannot be reached.
+const QUIET_TIME: Duration = Duration::from_secs(2);
+/// Time within which the worker must answer such a check.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
@@ -94,8 +94,8 @@ impl Subscription {
         let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| error.to_string())?;
         let endpoint = endpoint
             .connect_timeout(CONNECT_TIME)
-            .http2_keep_alive_interval(CHECK_AFTER)
-            .keep_alive_timeout(CHECK_TIME)
+            .http2_keep_alive_interval(QUIET_TIME)
+            .keep_alive_timeout(CHECK_TIMEOUT)
             .keep_alive_while_idle(true);
         waker.set_nonblocking(true).map_err(|error| error.to_string())?;
         let (sender, arrivals) = mpsc::channel(MAX_WAITING_BATCHES);

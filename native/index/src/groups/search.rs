@@ -48,8 +48,7 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
 /// Number of blocks that the searches for one stream may examine for each position at which a block can end. A block is counted once for
 /// each group in which it is examined. Engines need a few examinations per group, but a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
-/// Maximum number of blocks that one stream's searches may examine before they use the budget that all streams of the lookup share: one
-/// engine can have 64 streams.
+/// Maximum number of blocks that the searches for one stream may examine before they use the shared budget. One engine can have 64 streams.
 const MAX_OWN_LOOKS: usize = 1 << 15;
 /// Number of blocks that all streams of one lookup may examine together beyond their own budgets, since a peer can have many streams.
 pub const SHARED_LOOKS: usize = 1 << 17;
@@ -183,8 +182,8 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// Number of tokens by which the search of a draft model's group extends a candidate, since the search drops its last block; 0 for
-    /// kinds of groups that draft models do not have.
+    /// Number of tokens by which the search of a draft model's group extends a candidate, since the search drops the last block of a hit.
+    /// It is 0 for kinds of groups that draft models do not have.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,

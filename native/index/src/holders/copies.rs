@@ -104,7 +104,7 @@ impl CopyTable {
         self.entries.get(&(number, placement)).copied().unwrap_or(Copies::ONE)
     }
 
-    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
+    /// Number of blocks that might be gone; a block that might be gone on two placements counts twice.
     pub fn uncertain(&self) -> usize {
         self.uncertain
     }

@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(sets.words, 0);
     }
 
-    /// Without the secret, a client that chooses which streams hold a block could put many sets into one bucket of the table, so that a
+    /// A client can choose which streams hold a block. Without the secret, it could put many sets into one bucket of the table, and a
     /// search would compare all of them.
     #[test]
     fn where_a_set_is_found_depends_on_the_secret() {

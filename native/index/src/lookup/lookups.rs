@@ -22,8 +22,9 @@ use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
-/// Number of blocks (and below, of tokens) of a prompt that are looked up first. Later blocks are hashed only if all of these are known.
+/// Maximum number of blocks of a prompt that are looked up first. Later blocks are hashed only if all of the first blocks are known.
 const FIRST_BLOCKS: usize = 64;
+/// Maximum number of tokens of the first blocks, unless a single block has more.
 const FIRST_TOKENS: usize = 1_024;
 /// Factor by which the number of hashed blocks grows whenever all hashed blocks were found.
 const GROWTH: usize = 8;
@@ -79,8 +80,8 @@ impl Scope {
 pub struct Matches {
     /// The hit of each worker: the tokens that it holds or probably holds.
     pub hits: Vec<Hit>,
-    /// For each worker whose certain tokens are fewer than those of its hit, a hit with the certain tokens, ordered by stream. Tokens are
-    /// uncertain if blocks might be gone or are only expected.
+    /// Hits with the certain tokens of workers, ordered by stream; only workers with uncertain tokens are listed. Tokens are uncertain if
+    /// blocks might be gone or are only expected.
     uncertain: Vec<Hit>,
     /// Streams of which not even an upper bound of the tokens is known.
     unknown: Vec<u32>,
@@ -140,9 +141,9 @@ struct Cut {
     scheme: Scheme,
     /// Index of the prompt's form in `Scope::variants`.
     variant: usize,
-    /// The number, at the last lookup, of the context of the prompt. `keyed` is the number of the context of blocks that were stored by
-    /// their keys.
+    /// The number of the prompt's context at the last lookup.
     context: Option<u32>,
+    /// The number, at the last lookup, of the context of blocks that were stored by their keys.
     keyed: Option<u32>,
     locals: Vec<u64>,
     wanted: usize,

@@ -736,7 +736,7 @@ struct Doubts {
     end: usize,
 }
 
-/// One search for all streams in one bitmap word that hold the same blocks.
+/// One search, whose result is used for all streams of a bitmap word that hold the same blocks.
 #[derive(Debug)]
 struct Search {
     at: usize,
@@ -751,8 +751,9 @@ struct Search {
 struct Reading {
     scheme: Scheme,
     prompt: PromptLength,
-    /// Position after the last block. `read` is the position after the last block whose holders were read.
+    /// Position after the last block.
     end: usize,
+    /// Position after the last block whose holders were read.
     read: usize,
     changes: Vec<Change>,
     searches: Vec<Search>,

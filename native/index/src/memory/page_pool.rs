@@ -1,8 +1,8 @@
 //! Memory for tables and records: pieces of a few sizes, allocated from huge pages.
 //!
-//! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB, most accesses also miss the
-//! processor's TLB, which costs as much as the access itself; all pieces in one huge page share a TLB entry. The pool also returns whole
-//! regions to the system, which a general allocator can rarely do.
+//! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB, nearly all accesses also miss
+//! the processor's TLB, which costs as much as the access itself. All pieces in one huge page share a TLB entry. The pool also returns
+//! whole regions to the system, which a general allocator can rarely do.
 //!
 //! A region is one huge page. A region is divided into spans, and each span into pieces of one size. Pieces of all sizes share the regions,
 //! so a growing index has at most one partly used region, and can request huge pages early.
@@ -93,8 +93,9 @@ unsafe impl Send for Pool {}
 
 /// This is a lock of the standard library, since its locks share no state that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
-/// Number of mapped regions (and below, of free spans) after the last change; readable without the lock.
+/// Number of mapped regions after the last change, readable without the lock.
 static MAPPED_REGIONS: AtomicUsize = AtomicUsize::new(0);
+/// Number of free spans after the last change, readable without the lock.
 static FREE_SPANS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether `prepare` would get memory from the system.

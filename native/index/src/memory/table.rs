@@ -2,12 +2,12 @@
 //!
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts the entries that
 //! have passed it, so that a search for a missing entry ends early. A directory over the first bits of the hash leads to a segment of
-//! `SEGMENT_BUCKETS` buckets (extendible hashing); a full segment is split in two. If hashes were uniform, all segments would be split at about the
-//! same time, and would then be half empty. So hashes are skewed: segments at one end of the directory fill up twice as fast as segments at
-//! the other end. At any size of the table, some segments were just split and others are nearly full, so the table always takes about 10.5
-//! bytes an entry. A dense table has an additional, intermediate size of segments, and takes about 8.5 bytes an entry. Tags are the bits of
-//! the hash after the bits that select the segment. So four of five splits need no hashes from the records, each of which costs a cache
-//! miss. No operation moves more entries than those of one segment; sometimes an operation doubles the directory.
+//! `SEGMENT_BUCKETS` buckets (extendible hashing); a full segment is split in two. If hashes were uniform, all segments would be split at
+//! about the same time, and would then be half empty. So hashes are skewed: segments at one end of the directory fill up twice as fast as
+//! segments at the other end. At any size of the table, some segments were just split and others are nearly full, so the table always takes
+//! about 10.5 bytes an entry. A dense table has an additional, intermediate size of segments, and takes about 8.5 bytes an entry. Tags are
+//! the bits of the hash after the bits that select the segment. So four of five splits need no hashes from the records, each of which costs
+//! a cache miss. No operation moves more entries than those of one segment; sometimes an operation doubles the directory.
 
 mod segment;
 

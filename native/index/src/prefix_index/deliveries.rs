@@ -32,11 +32,11 @@ pub struct BatchReport {
     pub rejected: Vec<Rejected>,
     /// The last heartbeat of the batch; its digest covers all events of the batch.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether the stream had the heartbeat's digest when the batch was applied. None without a heartbeat, if the batch was not applied, or
-    /// if blocks that were refused at the memory limit can explain the difference.
+    /// Whether the stream had the heartbeat's digest when the batch was applied. None if the batch has no heartbeat or was not applied, or
+    /// if blocks that were refused at the memory limit can explain a difference.
     pub agrees: Option<bool>,
-    /// Whether the stream held the same blocks as the engine's cache, according to the heartbeat's attestation. None without an
-    /// attestation, and in the cases in which `agrees` is None.
+    /// Whether the stream held the same blocks as the engine's cache, according to the heartbeat's attestation. None if the heartbeat has
+    /// no attestation, or if `agrees` would be None.
     pub attested: Option<bool>,
     /// The reason why answers about the stream are estimates, if this batch has changed the reason. `Some(None)` if the answers have become
     /// exact; None without a change.

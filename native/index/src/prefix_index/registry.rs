@@ -119,8 +119,9 @@ pub(super) fn register(
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub(crate) streams: HashMap<String, Vec<Rank>, Secret>,
-    /// The highest incarnation of each removed worker. `fenced` has these workers in the order of their removal.
+    /// The highest incarnation of each removed worker.
     pub(crate) fences: HashMap<Worker, i64, Secret>,
+    /// The removed workers, in the order of their removal.
     fenced: VecDeque<Worker>,
     /// The model of each source.
     pub(crate) labels: HashMap<String, String, Secret>,

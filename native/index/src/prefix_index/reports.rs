@@ -33,7 +33,7 @@ pub struct Info {
     pub orphans: usize,
     /// Upper bound of the number of copies in excess of one per block and placement.
     pub copies: usize,
-    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
+    /// Number of blocks that might be gone; a block that might be gone on two placements counts twice.
     pub uncertain: usize,
     /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first
     /// attestation.

@@ -9,8 +9,9 @@ use std::collections::{HashMap, HashSet};
 
 /// Maximum number of replaced LoRAs of one stream: an engine loads some dozens of adapters.
 pub const MAX_LORAS: usize = 4_096;
-/// Approximate bytes of the entry of a LoRA (and below, of a record).
+/// Approximate bytes of the entry of a LoRA.
 const LORA_BYTES: usize = 96;
+/// Approximate bytes of the entry of a record.
 const RECORD_BYTES: usize = 8;
 
 /// The replaced LoRAs of one stream, by the part of the seed that the LoRA contributes.

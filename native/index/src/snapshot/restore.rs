@@ -555,8 +555,9 @@ struct RunState {
     is_outdated: bool,
     /// Whether the memory limit refuses further blocks of the stream.
     is_refused: bool,
-    /// Number of refused blocks of the stream (and below, the sum of their contributions to the stream's digest).
+    /// Number of refused blocks of the stream.
     count: u64,
+    /// Sum of the contributions of the refused blocks to the stream's digest.
     digest: u128,
 }
 

@@ -29,7 +29,7 @@ use super::{
 /// Number of bytes (about 4,000 blocks) that are added to the buffer before the lock of the shared state is released.
 const HOLD_BYTES: usize = 1 << 16;
 /// Minimum number of records in a window. If a stream has more foreign hashes (hashes that differ from those in the records) than this, its
-/// records are written in windows. The foreign hashes of one window are sorted together, so that the list stays short.
+/// records are written in windows. Only the foreign hashes of one window are sorted at a time, so that the sorted list stays short.
 const MIN_WINDOW: usize = 1 << 16;
 /// Number of elements of a list that are written before complete frames are sent to the output.
 const ELEMENTS_PER_CHECK: usize = 1 << 14;

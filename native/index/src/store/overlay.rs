@@ -123,7 +123,7 @@ impl Overlay {
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// Ends some of the decisions for a worker whose prompt ends with a block that has one of these keys: events now show which blocks the
+    /// Ends some decisions for a worker: those whose prompt ends with a block that has one of these keys. Events now show which blocks the
     /// worker holds. Returns how many of the keys were processed. The caller repeats the call with the other keys until all are processed.
     pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
         let mut work = 0;

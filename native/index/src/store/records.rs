@@ -4,8 +4,8 @@
 //! before it. To look up a prompt, the hashes of its blocks are compared with the hashes of a run, in the order of memory. Only the first
 //! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::store::shared_state`).
 //!
-//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is computed from the nearest
-//! earlier key that is stored: the key of the head, or the key of an eighth slot.
+//! A slot stores the local hash of a linked block, or the rolling key of a head. The keys of the head and of every eighth slot are stored.
+//! The key of a linked block is computed from the nearest earlier stored key.
 //!
 //! Invariant: if slot n + 1 is linked, it is the only record with its key and context. Then slot n holds its parent, and is the only record
 //! with the parent's key in this context.

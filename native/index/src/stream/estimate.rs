@@ -14,7 +14,8 @@ pub enum Estimate {
     /// first blocks.
     PageHashes,
     /// The blocks on tiers below the device are not known exactly. Either these blocks were announced without the extra keys (salts, LoRAs,
-    /// media) that blocks on the device have; or a clear might not have emptied these tiers, and not all of their blocks were known.
+    /// media) that blocks on the device have. Or the stream did not know all of these blocks at a clear that might not have emptied these
+    /// tiers.
     InexactTiers,
     /// The index cannot search the engine's groups as the engine does; the value is the code of the reason.
     Groups(&'static str),

@@ -175,7 +175,7 @@ impl Stream {
         self.tally += copy;
     }
 
-    /// Counts blocks that are new on a placement, after they were added to the table.
+    /// Counts blocks that were added to the table and are new on a placement.
     #[inline]
     pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
         if let Some(stored) = &mut self.stored {

@@ -280,8 +280,8 @@ impl Stream {
         }
     }
 
-    /// Marks every block as uncertain: it might be gone. Returns false, and does nothing, if clears are so frequent that the blocks must not
-    /// be examined again.
+    /// Marks every block as uncertain: it might be gone. Returns false, and does nothing, if clears are so frequent that the blocks must
+    /// not be examined again.
     fn mark_all_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         if !self.clear_budget.try_spend(self.blocks) {
             return false;
@@ -394,8 +394,9 @@ struct PendingRemovals {
     leaves: bool,
     /// Number of further blocks that have moved from the set `from` to the set `to`.
     moved: u32,
-    /// The contribution of a copy on this placement to the stream's sums. `tally` is the sum of the contributions of the removed copies.
+    /// The contribution of a copy on this placement to the stream's sums.
     marks: CopyMarks,
+    /// Sum of the contributions of the removed copies.
     tally: Tally,
     held: usize,
     /// Records without holders.

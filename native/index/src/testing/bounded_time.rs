@@ -590,8 +590,8 @@ fn groups_that_disagree_at_every_block() {
     }
 }
 
-/// Many ranks of one engine. The groups of each rank disagree in a different way. The cost of a lookup is bounded for all ranks together,
-/// no other thread waits for the searches, and the search of another stream that holds the prompt is completed.
+/// Many ranks of one engine. The groups of each rank disagree in a different way. The cost of a lookup is bounded for all ranks together.
+/// No other thread waits for the searches. The search of another stream that holds the prompt is completed.
 #[test]
 fn groups_of_many_ranks_that_disagree() {
     const TOKENS: u32 = 2_000;

@@ -146,8 +146,8 @@ pub struct Event {
     pub lookahead: Option<Span>,
 }
 
-/// Numbers of elements (the tag included) of a store as an array that has no element for a group (vLLM before 0.20). SGLang before 0.5.20
-/// also sends six or seven elements.
+/// Numbers of elements, the tag included, that array stores without a group can have (vLLM before 0.20). SGLang before 0.5.20 also sends
+/// six or seven elements.
 const LENGTHS_WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
 /// The hash of an empty tuple in CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of a prompt's first block.
@@ -359,8 +359,8 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// Joins removals to the previous event, which begins at `start`: at most `max_count` directly following events that, like it, are
-    /// removals of one hash and differ only in the hash. Returns the number of joined events.
+    /// If the previous event, which begins at `start`, removes one hash, joins up to `max_count` following events to it. These events must
+    /// also remove one hash, and differ only in the hash. Returns the number of joined events.
     fn join(&mut self, start: usize, max_count: usize) -> usize {
         let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE_HASH_HEAD.len());

@@ -9,7 +9,7 @@ use super::{digits, separator_length, value_of_digits};
 const STREAMS: usize = 3;
 
 /// Maximum number of bytes between two of these positions.
-const MAX_PART: usize = 1024;
+const MAX_PART_BYTES: usize = 1024;
 
 /// Maximum number of bytes between the intended end of a part and the comma at which the part ends.
 const MAX_COMMA_DISTANCE: usize = 16;
@@ -28,12 +28,12 @@ pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
 
 fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
     // A number and its comma have at least two bytes.
-    let mut found = [[0; MAX_PART / 2]; STREAMS];
+    let mut found = [[0; MAX_PART_BYTES / 2]; STREAMS];
     let mut at = end + GAP;
     while let Some(starts) = starts::<GAP>(text, at) {
         let mut places = starts;
         let mut done = 0;
-        while done < MAX_PART / 2 && (0..STREAMS).all(|stream| places[stream] < starts[stream + 1]) {
+        while done < MAX_PART_BYTES / 2 && (0..STREAMS).all(|stream| places[stream] < starts[stream + 1]) {
             let [Some(first), Some(second), Some(third)] = [
                 number::<GAP>(text, places[0]),
                 number::<GAP>(text, places[1]),
@@ -65,7 +65,7 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
 /// Returns positions, from `at` on, at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as
 /// large as possible, but a comma must be near the end of each part. So parts are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
-    let mut part = MAX_PART.min(text.len().checked_sub(at + MAX_COMMA_DISTANCE)? / STREAMS);
+    let mut part = MAX_PART_BYTES.min(text.len().checked_sub(at + MAX_COMMA_DISTANCE)? / STREAMS);
     while part >= MIN_PART {
         if let Some(found) = split::<GAP>(text, at, part) {
             return Some(found);

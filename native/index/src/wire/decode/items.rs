@@ -1,6 +1,6 @@
 //! Converts multimodal items from the form in which TensorRT-LLM announces them to the form in which prompts name them.
 //!
-//! Version 2 of TensorRT-LLM's KV cache manager replaces the tokens of an item: the first token by the item's digest, each later token by
+//! Version 2 of TensorRT-LLM's KV cache manager replaces the first token of an item by the item's digest. It replaces each later token by
 //! the size of the vocabulary plus the token's position in the item. Version 1 replaces every token of an item by the same placeholder
 //! token. `mm_keys` has an entry for each part of an item in a block: the item, and the number of the item's tokens before that part
 //! (`gen_multi_modal_tokens` and `KVCacheEventSerializer` in TensorRT-LLM).
