@@ -47,7 +47,8 @@ fn is_keyed(hash: u64) -> bool {
     hash.is_multiple_of(5)
 }
 
-/// Stores a block of a tree in which the parent of the hash 1 + n is n / 2. Each block has its own tokens, or a key.
+/// Stores a block of a tree. In this tree, the parent of the block with the hash n is the block with the hash n / 2. Each block has its own
+/// tokens, or a key.
 fn put(state: &mut State, hash: u64, location: &Location<'_>) {
     if is_keyed(hash) {
         let (hashes, keys) = ([hash], [1000 + hash]);

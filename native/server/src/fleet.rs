@@ -285,7 +285,7 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // A worker's scope does not contain the LoRA and the salt if its events do, since block keys then include them.
+        // If a worker's events contain LoRA and salt, its scope does not contain them, since block keys include them.
         for own_lora in none_and_value(scope.lora.as_ref()) {
             for own_salt in none_and_value(scope.salt.as_ref()) {
                 let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;

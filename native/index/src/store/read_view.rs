@@ -39,7 +39,7 @@ pub struct View {
     pub visible: Vec<u64>,
     /// The streams of each model.
     pub models: HashMap<Option<String>, Model, Secret>,
-    /// A bitmap of the streams that bitmaps do not suffice to match, since the rules of their groups need a search.
+    /// A bitmap of the streams that must be searched, since the rules of their groups cannot be matched by bitmaps.
     pub hybrid: Vec<u64>,
     /// A bitmap of the streams that have blocks which might be gone.
     pub uncertain: Vec<u64>,

@@ -14,7 +14,7 @@ const MAX_PART_BYTES: usize = 1024;
 /// Maximum number of bytes between the intended end of a part and the comma at which the part ends.
 const MAX_COMMA_DISTANCE: usize = 16;
 
-/// Minimum number of bytes of a part with which this is faster.
+/// Minimum number of bytes of a part with which reading from several positions is faster.
 const MIN_PART: usize = 128;
 
 /// See `FastLoop`.
