@@ -12,7 +12,7 @@ import pytest
 
 from cli_cases import run
 from kvevents.cli.command import Command, CommandGroup, CommandParser, HelpFormatter
-from kvevents.cli.console import printable
+from kvevents.cli.console import escape_controls
 from kvevents.cli.output import FORMATS
 from kvevents.cli.program import COMMANDS, make_parser
 
@@ -179,6 +179,6 @@ def test_an_endpoint_that_cannot_be_bound_is_reported_in_one_sentence(capfd: pyt
 
 
 def test_control_characters_from_peers_are_escaped() -> None:
-    assert printable("GPU") == "GPU"
-    assert printable("a\x1b[2Jb\nc\x07") == r"a\x1b[2Jb\nc\x07"
-    assert printable("Gerät 机") == "Gerät 机"
+    assert escape_controls("GPU") == "GPU"
+    assert escape_controls("a\x1b[2Jb\nc\x07") == r"a\x1b[2Jb\nc\x07"
+    assert escape_controls("Gerät 机") == "Gerät 机"

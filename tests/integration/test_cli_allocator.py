@@ -63,7 +63,7 @@ def test_trimming_leaves_the_memory_that_a_process_wants_to_keep(monkeypatch: py
         trimmed.set()
         return 0
 
-    monkeypatch.setattr("kvevents.cli.signals._malloc_trim", lambda: trim)
+    monkeypatch.setattr("kvevents.cli.signals._find_malloc_trim", lambda: trim)
     with trimming_memory(0.001, keep=64 << 20):
         assert trimmed.wait(20)
     assert set(pads) == {64 << 20}

@@ -17,7 +17,7 @@ import pytest
 
 from cli_cases import Program, run
 from kvevents.cli.options import engine
-from kvevents.cli.relay import HINT_SECONDS, RelayStatusLogger
+from kvevents.cli.relay import HINT_DELAY_SECONDS, RelayStatusLogger
 from kvevents.stream import DegradedReason, Source, Trust
 from prometheus_probe_cases import ask_probe
 from publisher_cases import ANY, DEADLINE, run_publisher
@@ -218,7 +218,7 @@ def test_an_upstream_that_never_connects_is_explained_once(caplog: pytest.LogCap
     with caplog.at_level("WARNING", "kvevents.relay"):
         logger.poll()
         connected_before.trust = Trust.EXACT
-        for now_seconds in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
+        for now_seconds in (1.0, HINT_DELAY_SECONDS, 2 * HINT_DELAY_SECONDS, 3 * HINT_DELAY_SECONDS):
             now[0] = now_seconds
             logger.poll()
             connected_before.trust = Trust.STALE

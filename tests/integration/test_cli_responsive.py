@@ -56,5 +56,5 @@ def test_programs_shorten_the_switch_interval_and_freeze_imported_objects(
     """A collection of all objects that a service has imported takes 10 to 20 ms, so these objects are frozen."""
     run(monkeypatch, make_recorder(observed))
     [(interval, frozen)] = observed
-    assert interval == pytest.approx(signals.SWITCH_SECONDS)
+    assert interval == pytest.approx(signals.THREAD_SWITCH_SECONDS)
     assert frozen > 10_000

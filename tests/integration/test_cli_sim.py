@@ -20,7 +20,7 @@ import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main, sim_compare
-from kvevents.cli.command import FAILED, WRONG_USAGE
+from kvevents.cli.command import ExitCode
 from kvevents.cli.sim_compare import add_simulation, read_simulation, run_policies
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.sim.results import Comparison, Disagreement, PolicyResult
@@ -164,7 +164,7 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
 def test_invalid_settings_are_reported_in_one_sentence(
     args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sim", "compare", *args]) == (FAILED if __file__ in args else WRONG_USAGE)
+    assert main(["sim", "compare", *args]) == (ExitCode.FAILED if __file__ in args else ExitCode.WRONG_USAGE)
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(f"kvevents: {expected}\n", err)
@@ -198,14 +198,14 @@ def test_without_matplotlib_a_picture_is_rejected_before_the_simulation(compare:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delattr(sim_compare, "run_policies")
     code, out, err = compare("--picture", "compared.svg")
-    assert (code, out) == (WRONG_USAGE, "")
+    assert (code, out) == (ExitCode.WRONG_USAGE, "")
     assert "install kvevents[sim]" in err
 
 
 def test_a_picture_that_cannot_be_written_is_reported_after_the_table(compare: Any, tmp_path: Path) -> None:
     (tmp_path / "a.svg").symlink_to("a.svg")  # a symlink loop, which no user can open, not even root
     code, out, err = compare("--policy", "random", "--requests", 2, "--picture", tmp_path / "a.svg")
-    assert code == WRONG_USAGE
+    assert code == ExitCode.WRONG_USAGE
     assert out
     assert "cannot write" in err
 
@@ -355,7 +355,7 @@ def test_a_missing_native_module_is_reported() -> None:
         "from kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == WRONG_USAGE
+    assert done.returncode == ExitCode.WRONG_USAGE
     assert "kvevents.index needs the package kvevents-native" in done.stderr
     assert "Traceback" not in done.stderr
 

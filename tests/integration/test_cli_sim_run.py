@@ -16,7 +16,7 @@ import pytest
 
 from cli_cases import SECONDS, ProcessResult, Program
 from kvevents.cli import main, sim_run
-from kvevents.cli.command import FAILED, WRONG_USAGE
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console
 from kvevents.cli.sim_run import fleet_line, show_progress, streams_line
 from kvevents.endpoints import MAX_PORT
@@ -122,7 +122,7 @@ def test_a_signal_ends_an_endless_run_with_the_table(number: signal.Signals) -> 
 
 
 def test_without_a_terminal_progress_is_printed_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_run, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(sim_run, "LINE_INTERVAL_SECONDS", 0.0)
     notes = io.StringIO()
     with open_fleet(engines=2, pace=20) as fleet:
         show = show_progress(fleet, Console(notes=notes))
@@ -236,7 +236,7 @@ def test_invalid_settings_are_reported_in_one_sentence(
     args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_external = args[0] == "--host"
-    assert main(["sim", "run", *SMALL, "--duration", "5", *args]) == (FAILED if is_external else WRONG_USAGE)
+    assert main(["sim", "run", *SMALL, "--duration", "5", *args]) == (ExitCode.FAILED if is_external else ExitCode.WRONG_USAGE)
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(f"kvevents: {expected}\n", err)
@@ -284,7 +284,7 @@ def test_a_terminal_gets_one_line_that_is_updated(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setattr(written, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sim_run, "FRAME_SECONDS", 0.0)
+    monkeypatch.setattr(sim_run, "FRAME_INTERVAL_SECONDS", 0.0)
     with open_fleet(engines=2, pace=20) as fleet:
         show_progress(fleet, Console())()
         assert written.getvalue().startswith(f"\r\x1b[K{fleet_line(fleet)[:40]}")

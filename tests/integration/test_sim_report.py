@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.cli.console import table, width
+from kvevents.cli.console import cell_width, format_table
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.picture import check_picture, write_picture
 from kvevents.sim.report_text import COLUMNS, Interval, cells, format_seconds, report_settings, rows, summary, traffic_text
@@ -189,8 +189,8 @@ def test_the_table_is_aligned_in_columns(figures: list[tuple[float, float]]) -> 
     """For any figures, all lines have the same length, and a line begins with its policy."""
     comparison = compare(*(result(f"policy-{number}", hit_rate=hit, p90=p90) for number, (hit, p90) in enumerate(figures)))
     head, *lines = ([cell.text for cell in line] for line in rows(comparison))
-    printed = table(head, lines, {"policy"})
-    assert len(set(map(width, printed))) == 1
+    printed = format_table(head, lines, {"policy"})
+    assert len(set(map(cell_width, printed))) == 1
     assert [name for name, *_ in (head, *lines)] == ["policy", *(one.policy for one in comparison.policies)]
     assert head[-1] == "disagreements"
 

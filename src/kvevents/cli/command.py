@@ -9,9 +9,10 @@ import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Generator, Iterable, Sequence
 from difflib import get_close_matches
+from enum import IntEnum
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from msgspec import Struct
 
@@ -22,16 +23,18 @@ from kvevents.settings import suggestion
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - the type of add_argument_group has no public name
 
-OK: Final = 0
-FAILED: Final = 1
-WRONG_USAGE: Final = 2
-"""Exit code for arguments that argparse rejects, and for options that exclude each other."""
-NOTHING_ARRIVED: Final = 3
-"""Exit code if no batch arrived before `--idle-timeout` ended the command."""
-CHECK_NOT_POSSIBLE: Final = 4
-"""Exit code of a command that checks something, if the check could not be done, so that its result is unknown."""
-INTERRUPTED: Final = 130
-"""Exit code if SIGINT or SIGTERM ended the command before its work was done; shells use the same code."""
+
+class ExitCode(IntEnum):
+    OK = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+    """For arguments that argparse rejects, and for options that exclude each other."""
+    NOTHING_ARRIVED = 3
+    """If no batch arrived before `--idle-timeout` ended the command."""
+    CHECK_NOT_POSSIBLE = 4
+    """If the command checks something, but the check could not be done, so that its result is unknown."""
+    INTERRUPTED = 130
+    """If SIGINT or SIGTERM ended the command before its work was done; shells use the same code."""
 
 
 class CommandLineError(UsageError):
@@ -50,7 +53,7 @@ class Command(Struct, frozen=True):
     """One line about this command in the list of commands."""
     module: str
     """Module of the command, or `MODULE:NAME` for an object in it. A name without a dot means a module of `kvevents.cli`."""
-    on_error: int = FAILED
+    on_error: int = ExitCode.FAILED
     """Exit code if an error ends the command."""
     extra: str = ""
     """Extra of the distribution, such as `service`, that installs the packages for the module; empty if it needs no extra."""
@@ -179,7 +182,7 @@ class CommandParser(ArgumentParser):
         """Print a line of usage and a line with the error, and exit."""
         names = ((str(each.metavar or each.dest), each.nargs in {"?", "*"}) for each in self._get_positional_actions())
         words = [self.prog, "[OPTIONS]", *(f"[{name}]" if is_optional else name for name, is_optional in names)]
-        self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
+        self.exit(ExitCode.WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         """Return the value of an argument. After a `UsageError`, keep its text, which argparse would replace."""

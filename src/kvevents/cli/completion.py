@@ -7,7 +7,7 @@ from typing import Final
 
 from argcomplete.shell_integration import shellcode
 
-from kvevents.cli.command import OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console
 
 DESCRIPTION: Final = "Print the code by which a shell completes commands, options and their values."
@@ -27,4 +27,4 @@ def run(args: Namespace) -> int:
     """Print the completion code for the shell."""
     code: str = shellcode(["kvevents"], shell=args.shell)
     Console().data(code.encode())
-    return OK
+    return ExitCode.OK

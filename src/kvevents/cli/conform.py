@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from kvevents.cli.command import FAILED, OK, CommandLineError
+from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import check_directory
 from kvevents.cli.output import add_output, write_record
@@ -48,7 +48,7 @@ EXAMPLES: Final = """\
   kvevents conform ours --save results.xml               JUnit XML beside the text
 """
 
-JOBS: Final = 4
+DEFAULT_JOBS: Final = 4
 """Number of scenarios that are played at the same time. Scenarios need little CPU, because they usually wait."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 AnyDriver: TypeAlias = Driver | PublisherDriver
@@ -58,8 +58,8 @@ DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
     "dynamo": dynamo_indexer,
     "vllm-router": vllm_router,
 }
-APIS: Final[dict[str, type[Indexer]]] = {"dynamo": Indexer, "mooncake": MooncakeIndexer}
-_STYLES: Final[dict[Verdict, Style]] = {
+INDEXER_KINDS: Final[dict[str, type[Indexer]]] = {"dynamo": Indexer, "mooncake": MooncakeIndexer}
+_VERDICT_STYLES: Final[dict[Verdict, Style]] = {
     Verdict.NOT_APPLICABLE: "dim",
     Verdict.CORRECT: "good",
     Verdict.REPORTED: "warn",
@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument("target", metavar="TARGET", nargs="?", choices=list(DRIVERS), help=f"start it: {', '.join(DRIVERS)}")
     targets.add_argument("--indexer", type=service_url, help="a running indexer with the API of RFC #1403")
-    parser.add_argument("--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has")
+    parser.add_argument("--api", choices=tuple(INDEXER_KINDS), default="dynamo", help="whose form of the API the indexer has")
     text = "a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in"
     targets.add_argument("--router", metavar="COMMAND", help=text)
     text = "ENDPOINT,REPLAY of a running publisher, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}"
@@ -87,7 +87,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dialect", metavar="NAME", type=_parse_dialect, help=text)
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
-    parser.add_argument("-j", "--jobs", type=positive_int, default=JOBS, help="scenarios at a time")
+    parser.add_argument("-j", "--jobs", type=positive_int, default=DEFAULT_JOBS, help="scenarios at a time")
     folder = os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser()
     text = f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=folder, help=text)
@@ -99,14 +99,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play scenarios. Return `FAILED` if a wrong or missing answer was not reported, or if too many reports were needless."""
+    """Play scenarios. Return FAILED after a wrong or missing answer without a report, or after too many needless reports."""
     console = Console()
     scenarios = _choose_scenarios(args)
     if args.list:
         for scenario in scenarios:
             if not write_record({"name": scenario.name, "title": scenario.title}, args.output, console):
                 console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
-        return OK
+        return ExitCode.OK
     for path in args.save:
         check_directory(path)
     driver = _make_driver(args)
@@ -124,7 +124,7 @@ def run(args: Namespace) -> int:
     for result in play_all(plays, args.jobs, show_progress):
         results.append(result)
         if args.output in {"table", "wide"}:
-            _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
+            _print_result(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
     outcome = make_run(args.title or driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
     for path in args.save:
         path.write_bytes((to_junit if path.suffix == ".xml" else to_json)(outcome))
@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
         console.data(to_junit(outcome))
     elif not write_record(outcome, args.output, console):
         console.line(outcome.summary)
-    return FAILED if outcome.has_failed(args.max_needless) and not args.exit_zero else OK
+    return ExitCode.FAILED if outcome.has_failed(args.max_needless) and not args.exit_zero else ExitCode.OK
 
 
 def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
@@ -171,7 +171,7 @@ def _parse_dialect(text: str) -> Dialect:
 
 def _make_driver(args: Namespace) -> AnyDriver:
     if args.indexer is not None:
-        return RunningIndexer(args.indexer, kind=APIS[args.api])
+        return RunningIndexer(args.indexer, kind=INDEXER_KINDS[args.api])
     if args.publisher is not None:
         return publisher_driver(args.publisher)
     if args.router is not None:
@@ -181,9 +181,9 @@ def _make_driver(args: Namespace) -> AnyDriver:
     return DRIVERS[args.target](Path(args.folder))
 
 
-def _print(console: Console, result: Result, *, is_first: bool) -> None:
+def _print_result(console: Console, result: Result, *, is_first: bool) -> None:
     if is_first:
         console.line(Span(GROUPS[result.group], "bold"))
-    console.line("  ", Span(f"{result.verdict:<{_WIDTH}}", _STYLES[result.verdict]), f"  {result.name}: {result.title}")
+    console.line("  ", Span(f"{result.verdict:<{_WIDTH}}", _VERDICT_STYLES[result.verdict]), f"  {result.name}: {result.title}")
     if result.detail:
         console.line(" " * (_WIDTH + 4), Span(result.detail, "dim"))

@@ -15,7 +15,7 @@ from kvevents.errors import ExternalError
 
 Style: TypeAlias = Literal["plain", "dim", "bold", "name", "good", "warn", "bad", "loud"]
 
-_SGR: Final = {"dim": "2", "bold": "1", "name": "36", "good": "32", "warn": "33", "bad": "1;31", "loud": "1;35"}
+_SGR_CODES: Final = {"dim": "2", "bold": "1", "name": "36", "good": "32", "warn": "33", "bad": "1;31", "loud": "1;35"}
 TRUST_STYLES: Final[dict[str, Style]] = {
     "EXACT": "good",
     "REPLAYING": "name",
@@ -92,7 +92,7 @@ class Console:
         if self._progress and now - self._progress_at >= 0.1:
             self._progress_at = now
             self._in_progress = True
-            self._notes.write(_ERASE_LINE + _paint(cut([text], terminal_size(self._notes)[0] - 1), color=False))
+            self._notes.write(_ERASE_LINE + _paint(cut_cell([text], terminal_size(self._notes)[0] - 1), color=False))
             self._notes.flush()
 
     def _end_progress(self) -> None:
@@ -132,12 +132,12 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 
 @contextmanager
-def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
+def open_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
     """Return a context that uses the whole terminal. The yielded function replaces all lines, and cuts long lines."""
 
     def show(lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(stream)
-        shown = [_paint(cut(line, columns), _wants_color(stream)) for line in lines[: rows - 1]]
+        shown = [_paint(cut_cell(line, columns), _wants_color(stream)) for line in lines[: rows - 1]]
         stream.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         stream.flush()
 
@@ -152,7 +152,7 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
 # --- lines and tables
 
 
-def table(
+def format_table(
     titles: Sequence[str], rows: Sequence[Sequence[Part | Line]], left: Container[str], widths: Sequence[int] | None = None
 ) -> list[Line]:
     """Return the lines of a table, the titles first. Columns in `left` are aligned to the left, others to the right.
@@ -160,12 +160,12 @@ def table(
     Each column has the width in `widths`, by default the width of its longest cell. Longer cells are cut.
     """
     cells = [[Span(title, "dim") for title in titles], *rows]
-    widths = widths or [max(map(width, column)) for column in zip(*cells, strict=True)]
+    widths = widths or [max(map(cell_width, column)) for column in zip(*cells, strict=True)]
     lines: list[Line] = []
     for row in cells:
         line: list[Part] = []
         for title, cell, wide in zip(titles, row, widths, strict=True):
-            shown, blank = cut(cell, wide), " " * (wide - width(cell))
+            shown, blank = cut_cell(cell, wide), " " * (wide - cell_width(cell))
             line += [*shown, blank, "  "] if title in left else [blank, *shown, "  "]
         while line and not (line[-1].text if isinstance(line[-1], Span) else line[-1]).strip():
             line.pop()
@@ -173,14 +173,14 @@ def table(
     return lines
 
 
-def cut(cell: Part | Line, max_width: int) -> list[Part]:
+def cut_cell(cell: Part | Line, max_width: int) -> list[Part]:
     """Return a cell; if it takes more than `max_width` columns of the terminal, return its beginning and an ellipsis."""
-    if width(cell) <= max_width:
+    if cell_width(cell) <= max_width:
         return list(_spans(cell))
     parts: list[Part] = []
     for text, style in _spans(cell):
         end = len(text)
-        while end and width([*parts, text[:end]]) > max_width - 1:
+        while end and cell_width([*parts, text[:end]]) > max_width - 1:
             end -= 1
         parts.append(Span(text[:end], style))
         if end < len(text):
@@ -188,7 +188,7 @@ def cut(cell: Part | Line, max_width: int) -> list[Part]:
     return [*parts, "…"] if max_width > 0 else []
 
 
-def width(cell: Part | Line) -> int:
+def cell_width(cell: Part | Line) -> int:
     """Return the number of columns of the terminal that a cell takes."""
     text = "".join(span.text for span in _spans(cell))
     if text.isascii():
@@ -199,18 +199,18 @@ def width(cell: Part | Line) -> int:
 def _spans(cell: Part | Line) -> list[Span]:
     parts = [cell] if isinstance(cell, Span | str) else cell
     spans = [part if isinstance(part, Span) else Span(part) for part in parts]
-    return [Span(printable(span.text), span.style) for span in spans]
+    return [Span(escape_controls(span.text), span.style) for span in spans]
 
 
 def _paint(parts: Line, color: bool) -> str:
     painted = ""
     for text, style in _spans(parts):
-        code = _SGR.get(style) if color else None
+        code = _SGR_CODES.get(style) if color else None
         painted += f"\x1b[{code}m{text}\x1b[0m" if code and text else text
     return painted
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return the text with control characters escaped. Names and reasons of peers must not control the terminal."""
     if text.isprintable():
         return text

@@ -21,7 +21,7 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """PEM file of the certificate authority that signed the service's certificate."""
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ContextFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `contexts.toml`: the name of the current context, and a table `[contexts.NAME]` for each context."""
 
     contexts: dict[str, Context] = {}
@@ -37,7 +37,7 @@ def context_file() -> Path:
 def find_context(name: str | None) -> Context | None:
     """Return the context `name`, else the context that KVEVENTS_CONTEXT or the file names, else None. Raises `ConfigError`."""
     path = context_file()
-    contexts = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
+    contexts = convert(read_toml(path), _ContextFile, str(path)) if path.exists() else _ContextFile()
     wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current
     if wanted is not None and wanted not in contexts.contexts:
         raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, contexts.contexts)} {path} has no such context")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
 
-from kvevents.cli.command import NOTHING_ARRIVED, OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
 from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.text_format import number_range, plural
@@ -81,14 +81,14 @@ class LineFormat:
         return [*self._now(source, rank), "trust   ", Span(str(trust), TRUST_STYLES[trust.name])]
 
     def _line_head(self, ts: float, source: str, rank: int) -> list[Part]:
-        return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
+        return [Span(f"{format_clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
 
     def _now(self, source: str, rank: int) -> list[Part]:
         # The spaces are as wide as the sequence number in the line of a batch.
         return [*self._line_head(time.time(), source, rank), " " * 9]
 
 
-def clock(ts: float) -> str:
+def format_clock(ts: float) -> str:
     """Return a Unix time as local time of day with milliseconds; dashes if the peer sent no time."""
     if ts <= 0:
         return "--:--:--.---"
@@ -195,11 +195,11 @@ POLL_SECONDS: Final = 0.1
 """If no batch arrives, seconds between two checks of the limits, of signals, and of the reader of stdout."""
 BUSY_POLL_SECONDS: Final = 0.05
 """If batches arrive, seconds between two checks of the limits, of signals, and of the reader of stdout."""
-SETTLE_SECONDS: Final = 1.0
+MAX_SETTLE_SECONDS: Final = 1.0
 """Maximum seconds to wait at the end, even after Ctrl-C, for streams that are REPLAYING. Normally they need milliseconds."""
 
 
-def _count(totals: Counter[str], delivery: Delivery) -> None:
+def _count_delivery(totals: Counter[str], delivery: Delivery) -> None:
     """Add a delivery to the counts of its stream, which `_summarize` prints."""
     if isinstance(delivery, Batch):
         totals.update(batches=1, replayed=delivery.replayed, unreadable=bool(delivery.rejected))
@@ -248,7 +248,7 @@ class DeliveryLoop:
             delivery = delivery or self._subscriber.receive(timeout=POLL_SECONDS)
             if delivery is not None:
                 self._delivered_at = time.monotonic()
-                _count(self._totals[delivery.source, delivery.rank], delivery)
+                _count_delivery(self._totals[delivery.source, delivery.rank], delivery)
                 yield delivery
 
     def _is_over(self, now: float) -> bool:
@@ -264,15 +264,15 @@ class DeliveryLoop:
             if is_idle(status):
                 console.note(f"nothing came live: {IDLE_ADVICE}")
         if any(self._totals.values()) or self._idle_timeout is None or self._stop.requested:
-            return OK
+            return ExitCode.OK
         endpoint = self._subscriber.statuses()[0].endpoint
         text = f"nothing arrived within {self._idle_timeout:g} s; `kvevents doctor {endpoint}` finds out why"
         console.note(Span(text, "warn"))
-        return NOTHING_ARRIVED
+        return ExitCode.NOTHING_ARRIVED
 
     def _wait_for_replays(self) -> None:
         """Wait until no stream is REPLAYING, so that the trust of all streams is known. Discard further deliveries."""
-        until = time.monotonic() + SETTLE_SECONDS
+        until = time.monotonic() + MAX_SETTLE_SECONDS
         while time.monotonic() < until:  # A second signal raises KeyboardInterrupt here.
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
                 return

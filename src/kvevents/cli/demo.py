@@ -7,7 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Final
 
-from kvevents.cli.command import FAILED, OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.sim_compare import report_disagreements
 from kvevents.cli.values import positive_int
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     )
     console.line()
     console.line("Next, with an engine of your own: kvevents doctor tcp://127.0.0.1:5557")
-    return FAILED if report_disagreements(results, console) else OK
+    return ExitCode.FAILED if report_disagreements(results, console) else ExitCode.OK
 
 
 def _events(streams: list[StreamResult], dropped: int) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from kvevents.cli.command import FAILED, OK, CommandLineError
+from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import add_engine, add_engine_details, read_sources
 from kvevents.cli.output import DATA_FORMATS, add_output, write_record
@@ -32,7 +32,7 @@ EXAMPLES: Final = """\
   kvevents doctor                                    the service of KVEVENTS_SERVICE, or of the current context
 """
 
-_STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
+_SEVERITY_STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
 
 
 def run(args: Namespace) -> int:
@@ -44,27 +44,27 @@ def run(args: Namespace) -> int:
     subject: dict[str, Any]
     if args.endpoint is None:
         service = ServiceChecks(make_client(args))
-        findings = _collect(service.findings(), console, quiet=quiet)
+        findings = _collect_results(service.findings(), console, quiet=quiet)
         subject = {"service": args.service, "version": service.version}
     else:
         engine = EngineChecks(read_sources(args)[0], StopSignal(), args.duration, searches=not args.no_replay)
-        findings = _collect(engine.findings(), console, quiet=quiet)
+        findings = _collect_results(engine.findings(), console, quiet=quiet)
         subject = {"endpoint": engine.source.endpoint, "replay_endpoint": engine.source.replay_endpoint}
     verdict = worst(findings)
     if not write_record(subject | {"verdict": verdict, "findings": findings}, args.output, console):
         counts = Counter(finding.verdict for finding in findings)
         totals = ", ".join(f"{counts[severity]} {severity.value}" for severity in Severity)
-        console.line(Span(f"{verdict.value:<6}", _STYLES[verdict]), totals)
+        console.line(Span(f"{verdict.value:<6}", _SEVERITY_STYLES[verdict]), totals)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
-    return FAILED if verdict in bad else OK
+    return ExitCode.FAILED if verdict in bad else ExitCode.OK
 
 
-def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
+def _collect_results(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
     collected: list[CheckResult] = []
     for finding in findings:
         collected.append(finding)
         if not quiet:
-            verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
+            verdict = Span(f"{finding.verdict.value:<6}", _SEVERITY_STYLES[finding.verdict])
             console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
             if finding.advice:
                 console.line(" " * 18, Span(f"-> {finding.advice}", "name"))

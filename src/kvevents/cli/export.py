@@ -7,8 +7,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Final
 
-from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Span, table
+from kvevents.cli.command import CommandLineError, ExitCode
+from kvevents.cli.console import Console, Span, format_table
 from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.diagnosis.text_format import plural
 from kvevents.export import ExportProgress, export, find_query, queries, run_query
@@ -76,7 +76,7 @@ def _export(args: Namespace, console: Console) -> int:
     console.note(f"`kvevents export --list-queries` lists queries, `kvevents export --query NAME {done.folder}` runs one")
     if args.token_ids:
         console.note(f"prompts can be read from the token ids in {directory}: protect it like the prompts")
-    return OK
+    return ExitCode.OK
 
 
 # --- queries
@@ -87,14 +87,14 @@ def _list_queries(args: Namespace, console: Console) -> int:
     for query in queries().values():
         if not write_record({"name": query.name, "question": query.question}, args.output, console):
             console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
-    return OK
+    return ExitCode.OK
 
 
 def _run_query(args: Namespace, console: Console) -> int:
     query = find_query(args.query)
     if args.sql:
         console.lines([text] for text in query.sql.splitlines())
-        return OK
+        return ExitCode.OK
     if len(args.paths) != 1:
         raise CommandLineError(f"--query needs one directory with tables: kvevents export --query {args.query} out")
     answer = run_query(args.paths[0], query)
@@ -106,8 +106,8 @@ def _run_query(args: Namespace, console: Console) -> int:
             console.note("the query returned no rows")
         columns = enumerate(answer.columns)
         left = {title for at, title in columns if all(isinstance(row[at], str | None) for row in answer.rows)}
-        console.lines(table(answer.columns, [[_format_cell(value) for value in row] for row in answer.rows], left))
-    return OK
+        console.lines(format_table(answer.columns, [[_format_cell(value) for value in row] for row in answer.rows], left))
+    return ExitCode.OK
 
 
 def _format_cell(value: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.cli.command import OK
-from kvevents.cli.console import Console, Line, Span, table
+from kvevents.cli.command import ExitCode
+from kvevents.cli.console import Console, Line, Span, format_table
 from kvevents.cli.options import add_engine
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.service_options import add_scope, add_service, make_client, scope_of
@@ -58,7 +58,7 @@ class FleetCommand(NamedTuple):
         console = Console()
         if not write_record(answer, args.output, console):
             console.lines(self.show(answer, args.output == "wide"))
-        return OK
+        return ExitCode.OK
 
 
 def _parse_label(text: str) -> tuple[str, str]:
@@ -205,7 +205,7 @@ def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> 
         )[: len(titles)]
         for item in (answer.reservations if isinstance(answer, ReservationsAnswer) else [answer])
     ]
-    return table(titles, rows, {"id", "worker", "model", "progress", "url"}) if rows else [["no reservation is open"]]
+    return format_table(titles, rows, {"id", "worker", "model", "progress", "url"}) if rows else [["no reservation is open"]]
 
 
 def _ask_reservations(client: Client, args: Namespace) -> Any:

@@ -8,7 +8,7 @@ from typing import Final
 
 import zmq
 
-from kvevents.cli.command import OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.output import add_output, write_record
 from kvevents.errors import UsageError
@@ -29,11 +29,11 @@ EXAMPLES: Final = """\
 
 def run(args: Namespace) -> int:
     """Create a key pair, or print the public keys in a file."""
-    (_create if args.show is None else _show)(args, Console())
-    return OK
+    (_create_keys if args.show is None else _show_keys)(args, Console())
+    return ExitCode.OK
 
 
-def _create(args: Namespace, console: Console) -> None:
+def _create_keys(args: Namespace, console: Console) -> None:
     base: Path = args.name
     if not base.name or base.name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX)):
         raise UsageError(f"invalid name {str(base)!r}: expected a name without {PUBLIC_SUFFIX} and {SECRET_SUFFIX}")
@@ -49,7 +49,7 @@ def _create(args: Namespace, console: Console) -> None:
     console.note(f"{public}: give it to the peers that accept {base.name} or connect to it")
 
 
-def _show(args: Namespace, console: Console) -> None:
+def _show_keys(args: Namespace, console: Console) -> None:
     path: Path = args.show
     has_secret = path.name.endswith(SECRET_SUFFIX)
     keys = [read_pair(path).public] if has_secret else read_public_keys(path)

@@ -35,20 +35,20 @@ def write_record(value: object, output: str, console: Console) -> bool:
     if output == "json":
         console.data(_ENCODER.encode(value))
     elif output == "yaml":
-        console.data("\n".join(("---", *_yaml(msgspec.json.decode(_ENCODER.encode(value))))).encode())
+        console.data("\n".join(("---", *_yaml_lines(msgspec.json.decode(_ENCODER.encode(value))))).encode())
     return output in DATA_FORMATS
 
 
-def _yaml(value: Any) -> Iterator[str]:
+def _yaml_lines(value: Any) -> Iterator[str]:
     """Yield the lines of a value as YAML. Texts, numbers and empty values have the form of JSON, which is valid YAML."""
     if not isinstance(value, dict | list) or not value:
         yield msgspec.json.encode(value).decode()
     elif isinstance(value, list):
-        for first, *rest in (list(_yaml(each)) for each in value):
+        for first, *rest in (list(_yaml_lines(each)) for each in value):
             yield from (f"- {first}", *(f"  {line}" for line in rest))
     else:
         for key, each in value.items():
             name = key if _PLAIN_KEY.fullmatch(key) else msgspec.json.encode(key).decode()
-            first, *rest = _yaml(each)
+            first, *rest = _yaml_lines(each)
             is_nested = isinstance(each, dict | list) and each
             yield from (f"{name}:", f"  {first}", *(f"  {line}" for line in rest)) if is_nested else (f"{name}: {first}",)

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvevents.cli.command import INTERRUPTED, OK
-from kvevents.cli.console import Console, Span, table
+from kvevents.cli.command import ExitCode
+from kvevents.cli.console import Console, Span, format_table
 from kvevents.cli.options import add_publisher, linger, wait_for_subscriber
 from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.signals import StopSignal
@@ -45,7 +45,7 @@ def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[Li
     return streams
 
 
-def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
+def choose_run(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
     """Return the batches of `run`; if it is None, the batches of all runs (incarnations) of the first endpoint.
 
     Raises `UsageError` if the recording does not have the run.
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     streams = read_streams(args.file, console)
     if args.list:
         return _print_runs(streams, args.output, console)
-    batches = choose(streams, args.run_name, console)
+    batches = choose_run(streams, args.run_name, console)
     if args.speed != "max":
         batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
@@ -80,18 +80,18 @@ def run(args: Namespace) -> int:
             with stop.raising():
                 wait_for_subscriber(args, player.endpoint, lambda: player.wait_for_subscriber(0.0))
             pace: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
-            _watch(player, player.start_playing(rate=pace, times=args.repeat), stop, console)
+            _watch_player(player, player.start_playing(rate=pace, times=args.repeat), stop, console)
             with stop.raising():
                 linger(args, console)
         except KeyboardInterrupt:
-            return INTERRUPTED if player.counts.published < len(batches) * args.repeat else OK
+            return ExitCode.INTERRUPTED if player.counts.published < len(batches) * args.repeat else ExitCode.OK
         finally:
             played, requests = plural(player.counts.published, "batch"), plural(player.counts.requests, "request")
             console.note(f"played {played}, {player.counts.replayed} replayed for {requests}")
-        return OK
+        return ExitCode.OK
 
 
-def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
+def _watch_player(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
     # Check for signals between waits: a signal handler that raises while `future` uses its lock would break the lock.
     while not future.done():
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends the command")
@@ -113,8 +113,8 @@ def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, c
         write_record(dict(zip(titles, rows[-1], strict=True)), output, console)
     if output not in DATA_FORMATS:
         cells = [[*map(str, row[:-1]), "-" if row[-1] is None else f"{row[-1]:.1f}"] for row in rows]
-        console.lines(table(titles, cells, {"run", "endpoint"}))
-    return OK
+        console.lines(format_table(titles, cells, {"run", "endpoint"}))
+    return ExitCode.OK
 
 
 def _parse_speed(text: str) -> float | str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli.command import CHECK_NOT_POSSIBLE, FAILED, INTERRUPTED, OK, WRONG_USAGE, Command, CommandGroup, CommandParser
+from kvevents.cli.command import Command, CommandGroup, CommandParser, ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.signals import handling_signals
 from kvevents.errors import KVEventsError, UsageError
@@ -22,7 +22,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("record", "write the events of an engine to a recording", "record"),
     Command("play", "publish a recording as its engine did", "play"),
     Command("publish", "publish events given as JSON lines", "publish"),
-    Command("doctor", "check an engine or a service, with advice for each fault", "doctor", CHECK_NOT_POSSIBLE),
+    Command("doctor", "check an engine or a service, with advice for each fault", "doctor", ExitCode.CHECK_NOT_POSSIBLE),
     Command("conform", "judge an indexer, router or publisher under faults", "conform"),
     Command("relay", "republish an engine's stream with its full history", "relay"),
     Command("bridge", "write the streams of engines to a log in NATS JetStream", "kvevents_plane.cli.bridge", extra="plane"),
@@ -48,7 +48,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
                 "status",
                 "print partitions, bridges, replicas, snapshots and faults",
                 "kvevents_plane.cli.status",
-                CHECK_NOT_POSSIBLE,
+                ExitCode.CHECK_NOT_POSSIBLE,
                 extra="plane",
             ),
         ),
@@ -97,7 +97,7 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     _escape_unencodable_characters()
-    on_error = FAILED
+    on_error = ExitCode.FAILED
     try:
         with handling_signals():
             words = list(sys.argv[1:] if argv is None else argv)
@@ -118,15 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except KVEventsError as error:
         _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
-        return WRONG_USAGE if isinstance(error, UsageError) or _names_file(error.__cause__) else on_error
+        return ExitCode.WRONG_USAGE if isinstance(error, UsageError) or _names_file(error.__cause__) else on_error
     except BrokenPipeError:
-        return OK  # The program that reads the output has ended: `head`, for example, ends after some lines.
+        return ExitCode.OK  # The program that reads the output has ended: `head`, for example, ends after some lines.
     except OSError as error:
         # The error can name a path, for example of a directory without permission, but not the operation.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
-        return WRONG_USAGE if _names_file(error) else on_error
+        return ExitCode.WRONG_USAGE if _names_file(error) else on_error
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     finally:
         _flush_output()
 

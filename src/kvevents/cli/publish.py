@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from kvevents.cli.command import FAILED, INTERRUPTED, OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.delivery_output import BATCH_KEYS
 from kvevents.cli.options import add_curve, add_publisher, linger, read_curve, wait_for_subscriber
@@ -40,7 +40,7 @@ EXAMPLES: Final = """\
 STDIN: Final = Path("-")
 
 
-class _Batch(msgspec.Struct, forbid_unknown_fields=True):
+class _JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of a line with a batch. `batch_of` first removes further keys, which `kvevents tail -o json` writes."""
 
     events: list[KVEvent]
@@ -59,7 +59,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
     if isinstance(found, dict) and "events" not in found and "kind" in found:
         return None  # This line is a gap, a reset or a change of trust, from `tail -o json`.
     if isinstance(found, dict) and "events" in found:
-        batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED_KEYS}, _Batch)
+        batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED_KEYS}, _JsonBatch)
         ts = time.time() if batch.ts is None else batch.ts
         return KVEventBatch(ts, batch.events, batch.data_parallel_rank)
     kind: Any = list[KVEvent] if isinstance(found, list) else KVEvent
@@ -124,13 +124,13 @@ def run(args: Namespace) -> int:
                 linger(args, console)
         except KeyboardInterrupt:
             if not feed.finished:
-                return INTERRUPTED
+                return ExitCode.INTERRUPTED
         finally:
             report = publisher.shutdown(5.0)  # A slow subscriber has 5 s to receive the final batches.
             invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
             accepted = publisher.stats().accepted
             console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")
-    return OK if report.complete and not report.dropped and not feed.invalid else FAILED
+    return ExitCode.OK if report.complete and not report.dropped and not feed.invalid else ExitCode.FAILED
 
 
 def add_arguments(parser: ArgumentParser) -> None:

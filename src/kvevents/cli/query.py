@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
+from kvevents.cli.command import CommandLineError, ExitCode
+from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, format_table
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.service_options import add_scope, add_service, make_client
 from kvevents.client import Client
@@ -89,7 +89,7 @@ def read_prompt(args: Namespace) -> list[int]:
     text = args.text if args.text is not None else _read_text(args.text_file)
     if args.tokenizer is None:
         raise CommandLineError("--text and --text-file need --tokenizer: the tokenizer.json of the model")
-    return _encode(text, args.tokenizer, special=not args.no_special_tokens)
+    return _tokenize(text, args.tokenizer, special=not args.no_special_tokens)
 
 
 def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
@@ -102,7 +102,7 @@ def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
 
 def _read_tokens(file: Path) -> list[int]:
     if file.suffix in {".u32", ".bin"}:  # The file consists of 32-bit little-endian token ids.
-        content = _read(file)
+        content = _read_bytes(file)
         if len(content) % 4:
             raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
         return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
@@ -113,7 +113,7 @@ def _read_tokens(file: Path) -> list[int]:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _read(file: Path) -> bytes:
+def _read_bytes(file: Path) -> bytes:
     try:
         if str(file) == STDIN:
             content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
@@ -129,12 +129,12 @@ def _read(file: Path) -> bytes:
 
 def _read_text(file: Path) -> str:
     try:
-        return _read(file).decode()
+        return _read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _encode(text: str, file: Path, *, special: bool) -> list[int]:
+def _tokenize(text: str, file: Path, *, special: bool) -> list[int]:
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only prompts that are text need it
     except ImportError as error:
@@ -159,11 +159,11 @@ def run(args: Namespace) -> int:
     body: Any = {"model": model, **scope, **prompt}
     answer = client.select(SelectRequest(**body, explain=True)) if args.select else client.match(MatchRequest(**body))
     if write_record(_make_record(answer), args.output, console):
-        return OK
+        return ExitCode.OK
     is_wide = args.output == "wide"
     if isinstance(answer, Selection):
         _print_selection(answer, console, wide=is_wide)
-        return OK
+        return ExitCode.OK
     head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name"), ": "]
     if holding := sum(held.tokens > 0 for held in answer.workers):
         console.line(*head, f"{plural(holding, 'worker')} {'holds' if holding == 1 else 'hold'} a prefix of them")
@@ -172,7 +172,7 @@ def run(args: Namespace) -> int:
         sources = client.sources(deadline=None, **scope, model=model).sources
         console.note(_explain_no_match(sources, answer.prompt_tokens))
     _print_matches(answer, console, wide=is_wide)
-    return OK
+    return ExitCode.OK
 
 
 def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _print_workers(
         reason = f" ({item.trust.reason})" if item.trust.reason else " (attested)" if item.trust.attested else ""
         trust: Line = [Span(item.trust.state, TRUST_STYLES[item.trust.state]), reason]
         rows.append([Span(worker_name(item.instance, item.rank), "name"), *texts, tiers, trust, item.url or "-"][: len(titles)])
-    console.lines(table(titles, rows, {"worker", "tiers", "trust", "url"}))
+    console.lines(format_table(titles, rows, {"worker", "tiers", "trust", "url"}))
 
 
 def add_arguments(parser: ArgumentParser) -> None:

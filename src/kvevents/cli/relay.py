@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kvevents.cli.command import OK, CommandLineError
+from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, trimming_memory
@@ -38,7 +38,7 @@ EXAMPLES: Final = """\
   kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
 """
 
-HINT_SECONDS: Final = 5.0
+HINT_DELAY_SECONDS: Final = 5.0
 """Seconds without a first connection to an upstream after which the relay logs a hint with a common reason."""
 
 log = logging.getLogger("kvevents.relay")
@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
             return stop.requested or turned_at > until
 
         relay.run(is_over)
-    return OK
+    return ExitCode.OK
 
 
 class RelayStatusLogger:
@@ -141,12 +141,12 @@ class RelayStatusLogger:
         self._logger.log_changes(_list_states(status))
 
     def _log_hints(self, status: RelayStatus, now: float) -> None:
-        """Log a hint for each upstream that has not connected for `HINT_SECONDS`, one time per upstream."""
+        """Log a hint for each upstream that has not connected for `HINT_DELAY_SECONDS`, one time per upstream."""
         for each in status.upstreams:
             since = self._waiting.setdefault((each.source, each.rank), now)
             if each.trust != Trust.CONNECTING:
                 self._waiting[each.source, each.rank] = math.inf
-            elif now - since >= HINT_SECONDS:
+            elif now - since >= HINT_DELAY_SECONDS:
                 self._waiting[each.source, each.rank] = math.inf
                 hint = f"{CONNECT_HINT}: {BIND_HINT}"
                 log.warning("%s rank %d: no connection to %s yet; %s", each.source, each.rank, each.endpoint, hint)

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, NoReturn
 
-from kvevents.cli.command import OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SHARED_FLAGS, SettingsParser, add_check, add_sources, read_sources
 from kvevents.cli.signals import add_log_options, configure_logging, configure_threads, trimming_memory
@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
     if args.check:
         server.check(settings, args.config)
         Console().note(Span("these settings can be used", "good"))
-        return OK
+        return ExitCode.OK
     configure_logging(args)
     # Hide the transport's warnings about engines that cannot be reached: the service logs such engines with more details.
     logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
@@ -84,4 +84,4 @@ def run(args: Namespace) -> int:
     with trimming_memory(keep=server.HEAP_RESERVE_BYTES):
         announce = logging.getLogger("kvevents").info
         server.serve(settings, args.config, lambda url: announce("listening at %s", url), open_source)
-    return OK
+    return ExitCode.OK

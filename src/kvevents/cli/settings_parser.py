@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
+_TEXT_READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
 """Matches a variable, without its prefix, that Kubernetes sets in pods for a Service whose name begins like the prefix."""
 
@@ -83,8 +83,8 @@ class Setting:
         """Return the value that a text stands for; if the setting is a list, the text is one item. Raises `ConfigError`."""
         if self._unit is Unit.SECONDS and self._range.is_open:
             return positive_seconds(text)
-        if self._unit in _READERS:
-            return _READERS[self._unit](text)
+        if self._unit in _TEXT_READERS:
+            return _TEXT_READERS[self._unit](text)
         if int in self._types:
             return positive_int(text) if self._range.least >= 1 else whole_number(text)
         kind: Any = Literal[self._choices] if self._choices else self._types[0]

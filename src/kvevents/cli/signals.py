@@ -88,7 +88,7 @@ class StopSignal:
             self._raises = False
 
 
-SWITCH_SECONDS: Final = 0.0005
+THREAD_SWITCH_SECONDS: Final = 0.0005
 """Seconds after which a thread must release the interpreter to a waiting thread. Python's default of 5 ms is the time of a
 hundred queries, and a thread that applies a message from the plane waits several times."""
 
@@ -153,7 +153,7 @@ def configure_threads() -> None:
     The garbage collector stops all threads. After this call, the collector ignores the 40,000 objects that exist now, because
     traversing these objects takes 10 to 20 ms, and almost all of them stay.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     gc.freeze()
 
 
@@ -168,7 +168,7 @@ def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
     shrink after its buffers were full. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. A library
     must not call this function, because the allocator belongs to the process. Without glibc, the context does nothing.
     """
-    trim = _malloc_trim()
+    trim = _find_malloc_trim()
     if trim is None:
         yield
         return
@@ -187,7 +187,7 @@ def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
         thread.join()
 
 
-def _malloc_trim() -> Callable[[int], int] | None:
+def _find_malloc_trim() -> Callable[[int], int] | None:
     try:
         function = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
-from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Span, table
+from kvevents.cli.command import ExitCode
+from kvevents.cli.console import Console, Span, format_table
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.values import positive_int
@@ -152,14 +152,14 @@ def run(args: Namespace) -> int:
     except KeyboardInterrupt:
         planned = plural(len(policies) * args.seeds, "simulation")
         console.note(f"interrupted after {done.total()} of {planned}; their results are discarded")
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     comparison = Comparison(settings=report_settings(settings, requests=requests, seeds=args.seeds), policies=results)
     if not write_record(comparison, args.output, console):
         print_comparison(comparison, console)
     if args.picture is not None:
         write_picture(args.picture, comparison)
         console.note(f"wrote {args.picture}")
-    return FAILED if report_disagreements(results, console) else OK
+    return ExitCode.FAILED if report_disagreements(results, console) else ExitCode.OK
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -167,7 +167,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
     spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.best else "plain") for c in figures)] for n, *figures in lines]
-    console.lines(table([cell.text for cell in head], spans, {"policy"}))
+    console.lines(format_table([cell.text for cell in head], spans, {"policy"}))
     console.line(summary(comparison))
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from kvevents.cli.command import FAILED, OK, CommandLineError
+from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.diagnosis.text_format import plural
 from kvevents.sim.workloads import from_recording, write_trace
@@ -38,9 +38,9 @@ def run(args: Namespace) -> int:
         console.note(f"{plural(conversion.skipped, 'event')} left out: their parent blocks were stored before the recording")
     if not count:
         console.note(f"no request can be derived from {args.recording}; prompts that were already cached cause no events")
-        return FAILED
+        return ExitCode.FAILED
     console.note(f"wrote {args.trace}: {plural(count, 'request')}")
-    return OK
+    return ExitCode.OK
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.cli.command import FAILED, OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span, is_terminal
 from kvevents.cli.options import add_wait_for_subscriber, wait_for_subscriber
 from kvevents.cli.output import DATA_FORMATS, add_output, write_record
@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
             if stop.requested or (args.duration is not None and time.monotonic() - began >= args.duration):
                 fleet.stop()
 
-        result = fleet.run(settings.generate() if is_finite else _repeat(settings), look=poll)
+        result = fleet.run(settings.generate() if is_finite else _repeat_requests(settings), look=poll)
         live = LiveResult(
             settings=report_settings(settings, time_scale=args.time_scale, faults=args.faults),
             policies=[result],
@@ -97,7 +97,7 @@ def run(args: Namespace) -> int:
         print_comparison(Comparison(settings=live.settings, policies=live.policies), console)
         console.line(streams_line(live.streams, live.faults))
     note_delay(live.behind, console)
-    return FAILED if report_disagreements(live.policies, console) else OK
+    return ExitCode.FAILED if report_disagreements(live.policies, console) else ExitCode.OK
 
 
 def note_delay(behind: float, console: Console) -> None:
@@ -107,7 +107,7 @@ def note_delay(behind: float, console: Console) -> None:
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 
-def _repeat(settings: SimulationSettings) -> Iterator[Request]:
+def _repeat_requests(settings: SimulationSettings) -> Iterator[Request]:
     """Yield the requests of a workload in an endless loop; each repetition has another seed."""
     start, seed = 0.0, settings.seed
     while True:
@@ -159,16 +159,16 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 # --- progress
 
 
-LINE_SECONDS: Final = 5.0
+LINE_INTERVAL_SECONDS: Final = 5.0
 """Seconds between two lines of progress if stderr is not a terminal."""
-FRAME_SECONDS: Final = 0.25
+FRAME_INTERVAL_SECONDS: Final = 0.25
 """Seconds between two updates of the progress line on a terminal."""
 
 
 def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
     """Return a function that shows the fleet's state at intervals: on a terminal always in the same line, else in new lines."""
     is_live = is_terminal(sys.stderr)
-    seconds, show = (FRAME_SECONDS, console.progress) if is_live else (LINE_SECONDS, console.note)
+    seconds, show = (FRAME_INTERVAL_SECONDS, console.progress) if is_live else (LINE_INTERVAL_SECONDS, console.note)
     shown_at = time.monotonic()
 
     def show_if_due() -> None:

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, is_terminal, terminal_size, whole_screen
+from kvevents.cli.command import CommandLineError, ExitCode
+from kvevents.cli.console import Console, is_terminal, open_screen, terminal_size
 from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.service_options import add_service, make_client
 from kvevents.cli.top_view import UNLIMITED_WIDTH, TopView
@@ -71,12 +71,12 @@ def run(args: Namespace) -> int:
         if not write_record(_limit_sources(frame, args.limit), args.output, console):
             columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED_WIDTH
             console.lines(view.draw(frame, columns, None))
-        return OK
+        return ExitCode.OK
     is_data = args.output in DATA_FORMATS
     if not is_data and not is_terminal(sys.stdout):
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
     # A signal is the normal end of a live view.
-    with suppress(KeyboardInterrupt), nullcontext() if is_data else whole_screen(sys.stdout) as show, keyboard() as wait:
+    with suppress(KeyboardInterrupt), nullcontext() if is_data else open_screen(sys.stdout) as show, keyboard() as wait:
         while True:
             frame = poller.poll_or_error()
             if show is None:
@@ -86,7 +86,7 @@ def run(args: Namespace) -> int:
                 show(view.draw(frame, columns, rows - 1))
             if wait(args.interval):
                 break
-    return OK
+    return ExitCode.OK
 
 
 def _limit_sources(frame: PollResult, limit: int | None) -> PollResult:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from kvevents.cli.console import TRUST_STYLES, Line, Part, Span, Style, cut, table
-from kvevents.cli.console import width as width_of
+from kvevents.cli.console import TRUST_STYLES, Line, Part, Span, Style, cell_width, cut_cell, format_table
 from kvevents.client.polling import PolledSource, PollResult
 from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
-MAX_NAME: Final = 40
+MAX_CELL_WIDTH: Final = 40
 """Maximum width of a cell if the table is wider than the terminal."""
-MAX_FAULTS: Final = 3
+MAX_FAULT_LINES: Final = 3
 """Maximum number of discovery faults that are shown; further faults are counted, but not shown."""
 _COLUMN_GAP: Final = 2
 
@@ -69,7 +68,7 @@ def _count_style(count: int) -> Style:
 
 ISSUES: Final = SourceColumn("why", lambda source, _: source.issues, 1)
 """The column with the problems of a source, which gets the width that the other columns leave."""
-MIN_ISSUES: Final = 16
+MIN_ISSUES_WIDTH: Final = 16
 COLUMNS: Final = (
     SourceColumn("worker", lambda source, _: source.name, 0, lambda _: "name"),
     SourceColumn("model", lambda source, _: source.model, 9),
@@ -118,7 +117,7 @@ class TopView:
             omitted_count = len(shown.sources) - len(rows)
             lines += [[], *source_table(rows, shown.at, width, is_old=frame.error is not None)]
             lines += [[Span(f"and {omitted_count:,} more", "dim")]] if omitted_count else []
-        return [cut(line, width) for line in lines]
+        return [cut_cell(line, width) for line in lines]
 
 
 # --- the lines above the table
@@ -171,7 +170,7 @@ def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
     """Return the facts on as few lines as possible, without a line break inside a fact."""
     lines: list[list[Part]] = []
     for fact in facts:
-        if lines and width_of([*lines[-1], "   ", fact]) <= width:
+        if lines and cell_width([*lines[-1], "   ", fact]) <= width:
             lines[-1] += ["   ", fact]
         else:
             lines.append([fact])
@@ -181,9 +180,9 @@ def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
 def fault_lines(faults_by_provider: Mapping[str, Sequence[str]]) -> list[Line]:
     """Return lines with the first faults of discovery, and the number of further faults."""
     faults = [f"{name}: {sentence}" for name, sentences in faults_by_provider.items() for sentence in sentences]
-    further_count = len(faults) - MAX_FAULTS
+    further_count = len(faults) - MAX_FAULT_LINES
     note = [f"and {plural(further_count, 'fault')} more: see `kvevents doctor`"] if further_count > 0 else []
-    return [[Span(sentence, "bad")] for sentence in [*faults[:MAX_FAULTS], *note]]
+    return [[Span(sentence, "bad")] for sentence in [*faults[:MAX_FAULT_LINES], *note]]
 
 
 # --- the table
@@ -202,17 +201,17 @@ def source_table(
         column: [Span(column.cell(source, now), "dim" if is_old else column.style(source)) for source in sources]
         for column in columns
     }
-    widest = {column: max(map(width_of, spans)) for column, spans in cells.items()}
+    widest = {column: max(map(cell_width, spans)) for column, spans in cells.items()}
     widths = _select_columns({column: max(wide, len(column.title)) for column, wide in widest.items() if wide}, width)
     rows = list(zip(*(cells[column] for column in widths), strict=True))
-    return table([column.title for column in widths], rows, _LEFT_ALIGNED, list(widths.values()))
+    return format_table([column.title for column in widths], rows, _LEFT_ALIGNED, list(widths.values()))
 
 
 def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
     if sum(widths.values()) + _COLUMN_GAP * (len(widths) - 1) <= width:
         return widths
-    selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items()}
+    selected = {column: min(wide, MIN_ISSUES_WIDTH if column is ISSUES else MAX_CELL_WIDTH) for column, wide in widths.items()}
 
     def free_width() -> int:
         return width - sum(selected.values()) - _COLUMN_GAP * (len(selected) - 1)

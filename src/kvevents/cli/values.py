@@ -15,7 +15,7 @@ URL_SCHEMES: Final = ("http://", "https://")
 MAX_RANKS: Final = 1024
 """Maximum number of ranks of an engine. Without this limit a typing error would open thousands of sockets."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def endpoint(text: str) -> str:
@@ -65,7 +65,7 @@ factor: Final = partial(number, expected="a factor above 0")
 
 def size(text: str) -> int:
     """Return a number of bytes; the text can have a unit: `8GiB`."""
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvevents.client import protocol, schemas
-from kvevents.client.protocol import OK, Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.protocol import OK, Attempts, Call, Endpoint, RetryPause, ServiceRequestError
 from kvevents.closeable import AsyncCloseable
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 
@@ -29,8 +29,8 @@ class AsyncClient(AsyncCloseable):
         *,
         token: str | None = None,
         ca_file: Path | None = None,
-        deadline: float = protocol.DEADLINE,
-        retries: int = protocol.RETRIES,
+        deadline: float = protocol.DEADLINE_SECONDS,
+        retries: int = protocol.MAX_RETRIES,
         max_response_bytes: int = protocol.MAX_RESPONSE_BYTES,
     ) -> None:
         self.url = url
@@ -97,7 +97,7 @@ class AsyncClient(AsyncCloseable):
                 return wait.check(await self.ready(deadline=wait.seconds_left))
             except ServiceRequestError as error:
                 wait.check_error(error)
-            await asyncio.sleep(protocol.POLL_SECONDS)
+            await asyncio.sleep(protocol.READY_POLL_SECONDS)
 
     # --- transport
 
@@ -116,7 +116,7 @@ class AsyncClient(AsyncCloseable):
                 outcome = attempts.on_answer(*await self._exchange(call, attempts.seconds))
             except HttpError as error:
                 outcome = attempts.on_error(error.kind, str(error))
-            if not isinstance(outcome, Pause):
+            if not isinstance(outcome, RetryPause):
                 return outcome
             await asyncio.sleep(outcome.seconds)
 
@@ -124,7 +124,7 @@ class AsyncClient(AsyncCloseable):
         endpoint = self._endpoint
         if self._connections is None:
             limits = RequestLimits(self._deadline, endpoint.max_bytes)
-            self._connections = HttpConnections(limits, tls=endpoint.tls, idle_seconds=protocol.IDLE_SECONDS)
+            self._connections = HttpConnections(limits, tls=endpoint.tls, idle_seconds=protocol.MAX_IDLE_SECONDS)
         url = endpoint.base + call.path
         answer = await self._connections.send(
             call.method, url, endpoint.headers, call.body, seconds=seconds, is_repeatable=call.is_repeatable
@@ -139,7 +139,7 @@ class AsyncReservedWorker(protocol.ReservedWorkerBase[AsyncClient]):
         try:
             self.selection = await self._client.select(self._request, deadline=self._deadline)
         except BaseException as error:
-            if protocol.may_have_effect(error):
+            if protocol.request_may_have_run(error):
                 await self._finish(protocol.FINISH_SECONDS)
             raise
         if self.selection.reservation is None:

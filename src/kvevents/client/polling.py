@@ -50,9 +50,9 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
-_WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
+_STATES_WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
 SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
-    "trust": lambda source: (_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
+    "trust": lambda source: (_STATES_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
     "name": lambda source: source.key,
     "blocks": lambda source: -source.blocks,
     "rate": lambda source: -(source.rate or 0.0),

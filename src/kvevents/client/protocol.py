@@ -32,22 +32,22 @@ T = TypeVar("T")
 _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {}
 _decoders_lock: Final = threading.Lock()
 TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of a variable, not a token
-DEADLINE: Final = 5.0
+DEADLINE_SECONDS: Final = 5.0
 """Default time in seconds for a call with all its attempts."""
-RETRIES: Final = 3
+MAX_RETRIES: Final = 3
 """Default maximum number of attempts of a call after the first."""
 MAX_RESPONSE_BYTES: Final = 64 << 20
 """Maximum size of a response in bytes. A response with 4,096 sources and all their gaps has 25 MiB."""
-IDLE_SECONDS: Final = 20.0
+MAX_IDLE_SECONDS: Final = 20.0
 """Seconds for which an idle connection can be reused: less than the service's `limits.idle_seconds`."""
 FINISH_SECONDS: Final = 2.0
 """Time limit in seconds of the request that ends a reservation after an error."""
-INITIAL_DELAY: Final = 0.05
+INITIAL_RETRY_SECONDS: Final = 0.05
 """Maximum pause in seconds before the second attempt; the actual pause is random. The maximum doubles with each attempt."""
-MAX_DELAY: Final = 1.0
-POLL_SECONDS: Final = 0.1
+MAX_RETRY_SECONDS: Final = 1.0
+READY_POLL_SECONDS: Final = 0.1
 """Pause in seconds between two requests of `wait_ready`."""
-_MAX_QUOTED: Final = 80
+_QUOTE_LENGTH: Final = 80
 """Maximum number of characters that an error message quotes of an unknown response, or of an error's detail."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
@@ -241,7 +241,7 @@ class Endpoint:
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error for a request that got no response."""
         sentence, hint = _TRANSPORT_ERRORS[kind]
-        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # Other protocols send any text.
+        detail = detail if len(detail) <= _QUOTE_LENGTH else f"{detail[:_QUOTE_LENGTH]}..."  # Other protocols send any text.
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, limit=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
@@ -250,7 +250,7 @@ class Endpoint:
         try:
             problem = decode_json(content, schemas.Problem)
         except msgspec.MsgspecError:
-            quotation = content[:_MAX_QUOTED].decode(errors="replace").strip()
+            quotation = content[:_QUOTE_LENGTH].decode(errors="replace").strip()
             sentence = f"{self.url} answered with status {status}" + (f": {quotation}" if quotation else "")
             return ServiceRequestError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
         hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else problem.hint
@@ -275,15 +275,15 @@ _STATUS_HINTS: Final = {
     4: "check that this is a kvevents service",
     5: "if this is a proxy, check that the service behind it runs",
 }
-_OTHER_PORT: Final = "check the port, and whether the URL begins with https://"
+_PORT_HINT: Final = "check the port, and whether the URL begins with https://"
 _TRANSPORT_ERRORS: Final[dict[HttpErrorKind, tuple[str, str]]] = {
     "untrusted": ("the certificate of {url} is not trusted: {detail}", "name the authority that signed it with --tls-ca"),
     "no-tls": ("the TLS handshake with {url} failed: {detail}", "check whether the URL begins with http://"),
     "unknown-host": ("the host name {host} cannot be resolved: {detail}", "check the name"),
     "timeout": ("{url} does not answer within {seconds} s", "see the service's log, or raise --timeout"),
     "refused": ("nothing listens at {url}", "start a service with `kvevents serve`, or name another service with --service"),
-    "closed": ("{url} closes the connection: {detail}", _OTHER_PORT),
-    "not-http": ("{url} does not answer in HTTP: {detail}", _OTHER_PORT),
+    "closed": ("{url} closes the connection: {detail}", _PORT_HINT),
+    "not-http": ("{url} does not answer in HTTP: {detail}", _PORT_HINT),
     "too-large": ("the response of {url} has more than {limit} MiB", "check that this is a kvevents service"),
     "unreachable": ("{url} cannot be reached: {detail}", "check the address, routes and firewalls"),
 }
@@ -300,14 +300,14 @@ def _make_tls_context(ca_file: Path | None) -> ssl.SSLContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class RetryPause:
     """The delay after which a client must send the call again."""
 
     seconds: float
 
 
 class Attempts(Generic[T]):
-    """The attempts of one call. A client sends the call and reports the outcome. After a `Pause`, another attempt follows."""
+    """The attempts of one call. A client sends the call and reports the outcome. After a `RetryPause`, it sends it again."""
 
     def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
         self._endpoint = endpoint
@@ -316,14 +316,14 @@ class Attempts(Generic[T]):
         self._end = now() + deadline
         self._retries_left = retries
         self._now = now
-        self._backoff = Backoff(initial=INITIAL_DELAY, maximum=MAX_DELAY)
+        self._backoff = Backoff(initial=INITIAL_RETRY_SECONDS, maximum=MAX_RETRY_SECONDS)
 
     @property
     def seconds(self) -> float:
         """Time limit in seconds of the next attempt."""
         return max(self._end - self._now(), 0.001)
 
-    def on_answer(self, status: int, content: bytes) -> T | Pause:
+    def on_answer(self, status: int, content: bytes) -> T | RetryPause:
         """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
         if status in _BUSY_STATUSES and status != self._call.accepted_status:
             error = self._endpoint.response_error(status, content)
@@ -332,19 +332,19 @@ class Attempts(Generic[T]):
                 return self._next_pause(error)
         return self._endpoint.decode(self._call, status, content)
 
-    def on_error(self, kind: HttpErrorKind, detail: str) -> Pause:
+    def on_error(self, kind: HttpErrorKind, detail: str) -> RetryPause:
         """Return the pause before the next attempt. Raises `ServiceRequestError`."""
         error = self._endpoint.transport_error(kind, detail, self._seconds)
         if kind == "refused" or (kind in {"closed", "unreachable"} and self._call.is_repeatable):
             return self._next_pause(error)
         raise error
 
-    def _next_pause(self, error: ServiceRequestError) -> Pause:
+    def _next_pause(self, error: ServiceRequestError) -> RetryPause:
         seconds = self._backoff.next_delay()
         if not self._retries_left or self._now() + seconds >= self._end:
             raise error
         self._retries_left -= 1
-        return Pause(seconds)
+        return RetryPause(seconds)
 
 
 class ReadyWait:
@@ -357,7 +357,7 @@ class ReadyWait:
     @property
     def seconds_left(self) -> float:
         """Time limit in seconds of the next request."""
-        return min(max(self._end - self._now(), 0.001), DEADLINE)
+        return min(max(self._end - self._now(), 0.001), DEADLINE_SECONDS)
 
     def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer:
         """Return the answer if the service is ready, else raise `ServiceRequestError`."""
@@ -371,6 +371,6 @@ class ReadyWait:
             raise error
 
 
-def may_have_effect(error: BaseException) -> bool:
+def request_may_have_run(error: BaseException) -> bool:
     """Whether a request that ended with this error may have had an effect."""
     return not isinstance(error, ServiceRequestError) or error.reason in {"timeout", "closed", "not-http", "too-large"}

@@ -18,9 +18,9 @@ DEFAULT_GROUP: Final = "default"
 """Default tenant, and default routing group, of requests and registrations."""
 MAX_NAME_BYTES: Final = 512
 """Maximum size, in bytes, of an endpoint, and of the name of an instance, a model, a tenant or a LoRA."""
-MAX_RESERVATION_ID: Final = 128
+MAX_RESERVATION_ID_LENGTH: Final = 128
 """Maximum number of characters in the name of a reservation."""
-RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
+RESERVATION_ID_PATTERN: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
 """Pattern of a reservation's name, without line feeds, and without names of only dots, which clients remove from paths."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Maximum number of seconds after which a reservation expires."""
@@ -31,7 +31,7 @@ MAX_LABEL_BYTES: Final = 2_048
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
-ReservationId: TypeAlias = Annotated[str, Meta(pattern=RESERVATION_ID, max_length=MAX_RESERVATION_ID)]
+ReservationId: TypeAlias = Annotated[str, Meta(pattern=RESERVATION_ID_PATTERN, max_length=MAX_RESERVATION_ID_LENGTH)]
 """Name of a reservation. The path of a reservation contains this name."""
 ExpirySeconds: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_RESERVATION_SECONDS)]
 EngineId: TypeAlias = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]

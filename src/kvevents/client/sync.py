@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvevents.client import protocol, schemas
-from kvevents.client.protocol import OK, Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.protocol import OK, Attempts, Call, Endpoint, RetryPause, ServiceRequestError
 from kvevents.closeable import Closeable
 from kvevents.errors import reason_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_IDLE: Final = 16
+_MAX_IDLE_CONNECTIONS: Final = 16
 """Maximum number of idle connections that stay open for further calls."""
 
 
@@ -41,8 +41,8 @@ class Client(Closeable):
         *,
         token: str | None = None,
         ca_file: Path | None = None,
-        deadline: float = protocol.DEADLINE,
-        retries: int = protocol.RETRIES,
+        deadline: float = protocol.DEADLINE_SECONDS,
+        retries: int = protocol.MAX_RETRIES,
         max_response_bytes: int = protocol.MAX_RESPONSE_BYTES,
     ) -> None:
         self.url = url
@@ -111,7 +111,7 @@ class Client(Closeable):
                 return wait.check(self.ready(deadline=wait.seconds_left))
             except ServiceRequestError as error:
                 wait.check_error(error)
-            time.sleep(protocol.POLL_SECONDS)
+            time.sleep(protocol.READY_POLL_SECONDS)
 
     # --- transport
 
@@ -127,8 +127,8 @@ class Client(Closeable):
             try:
                 outcome = attempts.on_answer(*self.exchange(call, attempts.seconds))
             except (OSError, HTTPException, UnicodeError) as error:
-                outcome = attempts.on_error(*_classify(error))
-            if not isinstance(outcome, Pause):
+                outcome = attempts.on_error(*_classify_error(error))
+            if not isinstance(outcome, RetryPause):
                 return outcome
             time.sleep(outcome.seconds)
 
@@ -149,7 +149,7 @@ class Client(Closeable):
         except BaseException:
             connected_socket.close()
             raise
-        if response.will_close or len(self._idle) >= _MAX_IDLE:
+        if response.will_close or len(self._idle) >= _MAX_IDLE_CONNECTIONS:
             connected_socket.close()
         else:
             connection.sock = connected_socket
@@ -164,7 +164,7 @@ class Client(Closeable):
             except IndexError:  # Another thread has taken the only idle connection.
                 return None
             is_readable = connection.sock.fileno() < 0 or select.select([connection.sock], [], [], 0)[0]
-            if time.monotonic() - idle_since < protocol.IDLE_SECONDS and not is_readable:
+            if time.monotonic() - idle_since < protocol.MAX_IDLE_SECONDS and not is_readable:
                 return connection
             connection.close()
         return None
@@ -190,7 +190,7 @@ class ReservedWorker(protocol.ReservedWorkerBase[Client]):
         try:
             self.selection = self._client.select(self._request, deadline=self._deadline)
         except BaseException as error:
-            if protocol.may_have_effect(error):
+            if protocol.request_may_have_run(error):
                 self._send(protocol.finish(self.id), protocol.FINISH_SECONDS)
             raise
         if self.selection.reservation is None:
@@ -273,5 +273,5 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 )
 
 
-def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
+def _classify_error(error: BaseException) -> tuple[HttpErrorKind, str]:
     return next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type)), reason_of(error)

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 from prometheus_client.metrics_core import Metric
 
-from kvevents.cli.command import OK, CommandLineError
+from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.settings_parser import (
     LOGIN_SETTINGS,
@@ -116,14 +116,14 @@ def run(args: Namespace) -> int:
             check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
         client_options(config.plane)
         Console().note(Span("these settings can be used", "good"))
-        return OK
+        return ExitCode.OK
     configure_logging(args)
     if given.origin("plane.servers") == "--nats" and any("@" in server for server in config.plane.servers):
         log.warning("all users of this machine can read a login in --nats; use --creds, --nkey, or [plane] of --config")
     configure_threads()
     with StopSignal() as stop, trimming_memory():
         asyncio.run(_main(config, args.config, stop))
-    return OK
+    return ExitCode.OK
 
 
 async def _main(config: BridgeCommandSettings, watched_file: Path | None, stop: StopSignal) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents.cli.command import FAILED, OK
+from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, SettingsValues
@@ -45,14 +45,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the current state of the plane. Return `FAILED` if the plane has a fault."""
+    """Print the current state of the plane. Return `ExitCode.FAILED` if the plane has a fault."""
     given: SettingsValues[PlaneSettings] = args.settings.read(args)
     view = asyncio.run(_read(given.settings()))
     console = Console()
     record = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
     if not write_record(record, args.output, console):
         _print(console, view)
-    return FAILED if view.faults else OK
+    return ExitCode.FAILED if view.faults else ExitCode.OK
 
 
 async def _read(settings: PlaneSettings) -> PlaneView:

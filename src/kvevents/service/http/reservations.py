@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents.client.schemas import MAX_RESERVATION_ID, RESERVATION_ID, ReservationUpdate
+from kvevents.client.schemas import MAX_RESERVATION_ID_LENGTH, RESERVATION_ID_PATTERN, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
 from kvevents.service.http.messages import HttpRequest, Response, answer_json
 from kvevents.service.http.pages import MAX_LISTED, read_number
@@ -38,8 +38,8 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _NO_CHANGES) -> bytes:
     """Read (GET), change (POST) or end (DELETE) a reservation; return its JSON. Raises `NotFoundError` if none is open."""
-    if len(name) > MAX_RESERVATION_ID or not re.fullmatch(RESERVATION_ID, name):
-        sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
+    if len(name) > MAX_RESERVATION_ID_LENGTH or not re.fullmatch(RESERVATION_ID_PATTERN, name):
+        sentence = f"no reservation {name[:MAX_RESERVATION_ID_LENGTH]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
     response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())
     if response is None:

@@ -317,7 +317,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ID: Final = {"type": "string", "pattern": schemas.RESERVATION_ID, "maxLength": schemas.MAX_RESERVATION_ID}
+_ID: Final = {"type": "string", "pattern": schemas.RESERVATION_ID_PATTERN, "maxLength": schemas.MAX_RESERVATION_ID_LENGTH}
 _ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_ID)
 
 
