@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from benchmarks import processes
-from kvevents.conform.indexer import DYNAMO
+from kvevents.conform.indexer import DYNAMO_PACKAGE
 from tools.released import SGLANG, VLLM_NEWEST
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
@@ -21,7 +21,7 @@ TITLES: Final = {
     "bare": "bare pyzmq + msgspec",
     "proxy": "zmq.proxy",
     "nats-py": "nats-py",
-    "dynamo": f"Dynamo {DYNAMO[1]} indexer",
+    "dynamo": f"Dynamo {DYNAMO_PACKAGE[1]} indexer",
     "": "",
 }
 

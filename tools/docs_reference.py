@@ -20,7 +20,7 @@ from kvevents.cli.program import COMMANDS, make_parser
 from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstring
 from kvevents.client.reasons import Reason
 from kvevents.export import TABLES
-from kvevents.export.residency import UNKEYED
+from kvevents.export.residency import UNKEYED_REASONS
 from kvevents.service.http.routes import ENDPOINTS, Route, openapi_document
 from kvevents.settings import Range, parts_of, types_in
 from kvevents.wire.dialects import Dialect, dialects
@@ -266,7 +266,7 @@ def tables() -> str:
         [(f"`{name}`", kind + ", or null" * null, meaning) for name, kind, meaning, null in table_.columns] for table_ in TABLES
     ]
     sections = [head + table(("column", "type", "meaning"), iter(lines)) for head, lines in zip(heads, rows, strict=True)]
-    reasons = table(("`unkeyed`", "meaning"), ((f"`{reason}`", meaning) for reason, meaning in UNKEYED.items()))
+    reasons = table(("`unkeyed`", "meaning"), ((f"`{reason}`", meaning) for reason, meaning in UNKEYED_REASONS.items()))
     return "\n".join([*sections, f"## Blocks without a key\n\n{reasons}"])
 
 

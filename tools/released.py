@@ -94,10 +94,10 @@ def at_hand(engine: Engine) -> Path | None:
 
 def dynamo() -> str:
     """Return the interpreter of a virtual environment with Dynamo's wheel. Create it if it is not there."""
-    from kvevents.conform.indexer import DYNAMO  # noqa: PLC0415 - the engines' processes must not load us
-    from kvevents.conform.target import python_with  # noqa: PLC0415 - as above
+    from kvevents.conform.indexer import DYNAMO_PACKAGE  # noqa: PLC0415 - the engines' processes must not load us
+    from kvevents.conform.target import install_package  # noqa: PLC0415 - as above
 
-    return python_with(*DYNAMO, CACHE, *(folder for folder in _folders() if folder.is_dir()))
+    return install_package(*DYNAMO_PACKAGE, CACHE, *(folder for folder in _folders() if folder.is_dir()))
 
 
 def _folders() -> list[Path]:

@@ -15,7 +15,7 @@ HTTP_SCHEMES: Final = ("http", "https")
 GRPC: Final = "grpc://"
 """Prefix of the endpoint of an SMG (Shepherd Model Gateway) worker, which sends its events as a gRPC stream."""
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a host to recognise, not to bind
-_LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+_LOOPBACK_HOSTS: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
 
 
@@ -150,7 +150,7 @@ def connectable_endpoint(endpoint: str) -> str:
     if target is None:
         return endpoint
     host, port = target
-    return f"tcp://{_LOOPBACK.get(host, host)}:{port}"
+    return f"tcp://{_LOOPBACK_HOSTS.get(host, host)}:{port}"
 
 
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
@@ -162,7 +162,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
     if events is None or replay is None or 0 in {events[1], replay[1]}:
         return None
     hosts = {events[0], replay[0]}
-    if len(hosts) > 1 and not hosts & _LOOPBACK.keys():
+    if len(hosts) > 1 and not hosts & _LOOPBACK_HOSTS.keys():
         return None
     distance = replay[1] - events[1]
     if abs(distance) > data_parallel_rank:

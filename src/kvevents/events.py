@@ -93,7 +93,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-def _hashable(value: Any) -> Any:
+def _make_hashable(value: Any) -> Any:
     """Return a hashable value that is equal for equal values; for a map, which may contain anything, return its length."""
     if isinstance(value, dict):
         return len(value)
@@ -101,7 +101,7 @@ def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:  # extra keys may contain lists
-        return tuple(map(_hashable, value))
+        return tuple(map(_make_hashable, value))
     return value
 
 
@@ -116,10 +116,10 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def __hash__(self) -> int:
-        return hash(tuple(map(_hashable, msgspec.structs.astuple(self))))
+        return hash(tuple(map(_make_hashable, msgspec.structs.astuple(self))))
 
 
-MAX_HEARTBEAT: Final = 86_400
+MAX_HEARTBEAT_SECONDS: Final = 86_400
 """Longest interval between two heartbeats in seconds."""
 
 
@@ -131,7 +131,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
     """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if it cannot be computed."""
-    interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT)] = msgspec.field(name="every")
+    interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT_SECONDS)] = msgspec.field(name="every")
     """Maximum number of seconds until the next heartbeat; the name on the wire is `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
     """How far the sender trusts its own stream: the name of a `Trust` state."""

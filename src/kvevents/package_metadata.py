@@ -21,7 +21,7 @@ def documentation() -> str | None:
     return dict(address.split(", ", 1) for address in addresses).get("Documentation")
 
 
-def documented(page: str) -> str:
+def page_link(page: str) -> str:
     """Return the address of a documentation page such as `operations/runbook#kveventssourcedegraded`, for use after "see"."""
     base = documentation()
     name, separator, heading = page.partition("#")

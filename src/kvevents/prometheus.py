@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Samples: TypeAlias = "float | Iterable[tuple[dict[str, str], float | None]] | None"
 """One value, or values with their labels. A value of None is unknown, and is not exported."""
-Table: TypeAlias = Mapping[str, tuple[str, Callable[[T], Samples]]]
+MetricTable: TypeAlias = Mapping[str, tuple[str, Callable[[T], Samples]]]
 """Maps a metric's name to its help text and to the function that reads its samples from a status. A counter's name ends
 with `_total`."""
 
 
-def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
+def families(prefix: str, table: MetricTable[T], status: T) -> Iterable[Metric]:
     """Yield the metric families of a table; each name begins with `prefix`."""
     for name, (text, read_value) in table.items():
         yield family(prefix + name, text, read_value(status))
@@ -58,7 +58,7 @@ def require_prometheus(subject: str = "metrics need") -> None:
         raise MissingDependencyError(f"{subject} prometheus_client", "service")
 
 
-def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+def make_registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     """Return a registry of the metrics of a program and of its process. Raises `MissingDependencyError`.
 
     `collect` returns all metric families. Each scrape calls `collect` in a separate thread.
@@ -92,8 +92,8 @@ def check_address(port: int, host: str) -> None:
 
 
 def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes: Probes) -> Callable[[], None]:
-    """Serve the metrics of `registry` and the probes until the returned function is called. Raises `EndpointError`."""
-    metrics = registry(collect)
+    """Serve the metrics of `make_registry` and the probes until the returned function is called. Raises `EndpointError`."""
+    metrics = make_registry(collect)
     from prometheus_client import start_http_server  # noqa: PLC0415 - the package belongs to an extra
 
     try:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from kvevents.errors import ConfigError, reason_of
-from kvevents.events import MAX_HEARTBEAT
+from kvevents.events import MAX_HEARTBEAT_SECONDS
 
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
@@ -226,5 +226,5 @@ def check_counts(**counts: int) -> None:
 
 def check_heartbeat(every: float | None) -> None:
     """Raise `ConfigError` unless this is a valid interval of heartbeats in seconds, or None."""
-    if every is not None and not (type(every) in {int, float} and 0 < every <= MAX_HEARTBEAT):
-        raise ConfigError(f"heartbeat is {every!r}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")
+    if every is not None and not (type(every) in {int, float} and 0 < every <= MAX_HEARTBEAT_SECONDS):
+        raise ConfigError(f"heartbeat is {every!r}; expected seconds above 0 and at most {MAX_HEARTBEAT_SECONDS}, or None")

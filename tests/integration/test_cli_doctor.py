@@ -574,7 +574,7 @@ def test_every_reason_has_advice(reason: Reason) -> None:
 def test_many_degraded_sources_are_summarised() -> None:
     sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
     findings = [*checks.check_trust(sources, 1010.0)]
-    assert len(findings) == checks.MAX_LISTED + 1
+    assert len(findings) == checks.MAX_LISTED_WORKERS + 1
     assert "engine-099/0 is STALE" in findings[0].text
     assert findings[-1].text == "and 21 sources more"
 

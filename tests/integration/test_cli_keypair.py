@@ -15,7 +15,7 @@ from certificate_pairs import write_new_pair
 from cli_cases import SECONDS, Program, run
 from cli_doctor_cases import examine, is_followed
 from kvevents.diagnosis.address import probe_curve
-from kvevents.diagnosis.replay_sample import Patience, sample_replay
+from kvevents.diagnosis.replay_sample import Timeouts, sample_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.zeromq.keys import Curve, read_pair, read_public_keys
@@ -135,9 +135,9 @@ def test_a_replay_endpoint_answers_only_allowed_keys(keys: Path) -> None:
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert sample_replay(replay, (0,), Patience(SECONDS, SECONDS), allowed_client).is_answered
-        assert not sample_replay(replay, (0,), Patience(0.2, 0.2), stranger).is_answered
-        assert not sample_replay(replay, (0,), Patience(0.2, 0.2), None).is_answered
+        assert sample_replay(replay, (0,), Timeouts(SECONDS, SECONDS), allowed_client).is_answered
+        assert not sample_replay(replay, (0,), Timeouts(0.2, 0.2), stranger).is_answered
+        assert not sample_replay(replay, (0,), Timeouts(0.2, 0.2), None).is_answered
 
 
 def test_a_consumer_that_binds_is_the_curve_server(keys: Path) -> None:

@@ -40,7 +40,7 @@ from kvevents.export import (
     find_query,
     run_query,
 )
-from kvevents.export.residency import UNKEYED
+from kvevents.export.residency import UNKEYED_REASONS
 from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch
@@ -191,7 +191,7 @@ def test_a_block_without_a_key_has_a_reason(reason: str, event: BlockStored, tmp
     """Block 3, the parent in one of the cases, is a root whose tokens are unknown."""
     folder = export_one_worker(tmp_path, [BlockStored([3], None, [-1] * SIZE, SIZE), event])
     assert column(folder, "events", "block_hash", "block_key", "unkeyed")[-1] == (event.block_hashes[0], None, reason)
-    assert reason in UNKEYED
+    assert reason in UNKEYED_REASONS
 
 
 def test_an_extra_key_of_unknown_meaning_is_part_of_the_block_key(tmp_path: Path) -> None:

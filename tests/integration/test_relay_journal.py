@@ -24,7 +24,7 @@ from kvevents.relay import journal_format
 from kvevents.relay.journal import Journal, JournalLimits
 from kvevents.relay.journal_disk import Folder
 from kvevents.relay.journal_format import Batches, Origin
-from kvevents.relay.journal_recovery import Recovered
+from kvevents.relay.journal_recovery import RecoveredJournal
 from relay_journal_cases import (
     TINY,
     Killed,
@@ -353,7 +353,7 @@ def write_history(path: Path) -> tuple[Model, dict[str, bytes]]:
     return model, content
 
 
-def recover_changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
+def recover_changed(tmp_path: Path, content: dict[str, bytes]) -> RecoveredJournal:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     for name, data in content.items():
         (folder / name).write_bytes(data)
@@ -378,7 +378,7 @@ def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path
     """Their content does not matter: the next process writes another log."""
     model, content = write_history(path)
     newest = max(name for name in content if name.endswith("log"))
-    for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_AT :]):
+    for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_OFFSET :]):
         found = recover_changed(tmp_path, {**content, newest: content[newest] + rest})
         assert not found.incomplete_reason
         assert model.matches(found)

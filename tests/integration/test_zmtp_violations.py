@@ -11,7 +11,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from kvevents.diagnosis.replay_sample import Patience, sample_replay, send_request
+from kvevents.diagnosis.replay_sample import Timeouts, sample_replay, send_request
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
@@ -163,7 +163,7 @@ def test_doctor_does_not_wait_for_a_peer_that_violated_zmtp(peer: Callable[..., 
         assert not socket.poll(0, zmq.POLLOUT)
         send_request(socket, 0)
     endpoint = peer(act_as_xpub, act_as_xpub).endpoint
-    assert not sample_replay(endpoint, (0,), Patience(silence=0.1, seconds=1.0), None).is_answered
+    assert not sample_replay(endpoint, (0,), Timeouts(silence=0.1, seconds=1.0), None).is_answered
 
 
 def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable[..., Peer]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvevents.relay.journal import Journal, JournalLimits
 from kvevents.relay.journal_disk import Disk
 from kvevents.relay.journal_format import Batches, ForwardedBatch, SkippedNumbers
-from kvevents.relay.journal_recovery import Recovered
+from kvevents.relay.journal_recovery import RecoveredJournal
 
 TINY = JournalLimits(compact_bytes=2_000, max_log_bytes=1 << 20, probe_bytes=10)
 """A snapshot is due after a few batches."""
@@ -99,7 +99,7 @@ def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None =
     return journal
 
 
-def is_resumable(found: Recovered) -> bool:
+def is_resumable(found: RecoveredJournal) -> bool:
     """Return whether a relay can continue with `next_number` in the same incarnation."""
     return found.incarnation is not None and not found.incomplete_reason
 
@@ -183,7 +183,7 @@ class Model:
     def _behind(self, number: int) -> list[ForwardedBatch | SkippedNumbers]:
         return [each for each in self.records if (each.last if isinstance(each, SkippedNumbers) else each.number) > number]
 
-    def matches(self, found: Recovered) -> bool:
+    def matches(self, found: RecoveredJournal) -> bool:
         """Return whether a recovered journal equals this. A snapshot does not hold the upstreams of batches."""
         number = found.snapshot_number
         return (

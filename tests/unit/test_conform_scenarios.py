@@ -19,11 +19,11 @@ from kvevents.conform.scenario import (
     Check,
     PublisherScenario,
     Scenario,
-    in_dialect,
     json_schema,
     payloads,
     read_scenario,
     shipped_scenarios,
+    to_dialect,
 )
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, make_run, to_json, to_junit, worst
 from kvevents.errors import ConfigError
@@ -178,7 +178,7 @@ def test_a_scenario_in_another_dialect_has_the_same_events(release: str) -> None
     """Each batch has the form of that release and the same events; a release without adapters cannot send them."""
     scenarios_by_name = {each.name: each for each in SCENARIOS}
     forms, original = scenarios_by_name[f"dialect-{release}"], scenarios_by_name["middle"]
-    found = in_dialect(original, forms)
+    found = to_dialect(original, forms)
     assert found is not None
     for published, others in zip(payloads(found), payloads(original), strict=True):
         for payload, other in zip(published, others, strict=True):
@@ -188,9 +188,9 @@ def test_a_scenario_in_another_dialect_has_the_same_events(release: str) -> None
             ]
             assert hashes == [event.get("block_hashes") for event in msgspec.msgpack.decode(other)[1]]
     assert {engine.reply_shape for engine in found.engines.values()} == {forms.engines["a"].reply_shape}
-    assert (in_dialect(scenarios_by_name["lora"], forms) is None) == (release != "vllm-0.24.0")
-    assert in_dialect(scenarios_by_name["garbage"], forms) is not None
-    assert in_dialect(scenarios_by_name["unknown-event"], forms) is None
+    assert (to_dialect(scenarios_by_name["lora"], forms) is None) == (release != "vllm-0.24.0")
+    assert to_dialect(scenarios_by_name["garbage"], forms) is not None
+    assert to_dialect(scenarios_by_name["unknown-event"], forms) is None
 
 
 # --- the results page

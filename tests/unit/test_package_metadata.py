@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import paths
-from kvevents.package_metadata import documentation, documented
+from kvevents.package_metadata import documentation, page_link
 
 SOURCES = (paths.ROOT / "src", paths.ROOT / "plane" / "src")
 
@@ -37,13 +37,13 @@ def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("built_by_a_release")
 def test_a_page_has_the_documentation_address_in_the_metadata() -> None:
-    assert documented("install") == "https://kv.example/kvevents/install/"
-    assert documented("operations/runbook#kveventslost") == "https://kv.example/kvevents/operations/runbook/#kveventslost"
+    assert page_link("install") == "https://kv.example/kvevents/install/"
+    assert page_link("operations/runbook#kveventslost") == "https://kv.example/kvevents/operations/runbook/#kveventslost"
 
 
 def test_without_an_address_a_page_is_named_as_part_of_the_documentation() -> None:
     assert documentation() is None
-    assert documented("install#extras") == "install#extras in the documentation of kvevents"
+    assert page_link("install#extras") == "install#extras in the documentation of kvevents"
 
 
 def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
@@ -64,7 +64,7 @@ def test_the_pages_that_messages_name_exist() -> None:
         place
         for source in SOURCES
         for path in source.rglob("*.py")
-        for place in re.findall(r"documented\(['\"]([^'\"]+)['\"]\)", path.read_text())
+        for place in re.findall(r"page_link\(['\"]([^'\"]+)['\"]\)", path.read_text())
     }
     assert references
     for place in references:

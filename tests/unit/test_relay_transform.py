@@ -1,9 +1,9 @@
-"""`kvevents.relay.transform.redact` keeps only the fields of a store that are listed here."""
+"""`kvevents.relay.transform.redact_prompt` keeps only the fields of a store that are listed here."""
 
 from __future__ import annotations
 
 from kvevents.events import BlockStored
-from kvevents.relay.transform import placeholder_key, redact
+from kvevents.relay.transform import placeholder_key, redact_prompt
 
 STORE = BlockStored(
     [1],
@@ -46,7 +46,7 @@ UNCHANGED_FIELDS = {
 
 def test_redaction_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
     """The list names the fields that stay unchanged, so a field of a later release is removed until it is added here."""
-    redacted = redact(STORE, placeholder_key)
+    redacted = redact_prompt(STORE, placeholder_key)
     assert isinstance(redacted, BlockStored)
     fields = BlockStored.__struct_fields__
     assert all(getattr(STORE, name) is not None for name in fields)

@@ -20,7 +20,7 @@ from kvevents.cli import main
 from kvevents.cli.conform import DRIVERS
 from kvevents.conform.router_target import MODEL, Control, PlayedWorker, Ports, RouterDriver, RouterTarget, RouterWorker
 from kvevents.conform.scenario import Scenario
-from kvevents.conform.target import EngineRegistration, Program, TargetError, is_open, python_with, request, wait_until
+from kvevents.conform.target import EngineRegistration, Program, TargetError, install_package, is_open, request, wait_until
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 
@@ -118,7 +118,7 @@ class SmgDriver(RouterDriver):
     kind = SmgTarget
 
     def __init__(self, servicer: str, folder: Path) -> None:
-        self._python = python_with(*SMG, folder, requirements=SERVICERS)
+        self._python = install_package(*SMG, folder, requirements=SERVICERS)
         self._servicer = servicer
         super().__init__(f"smg {SMG[1]}, {servicer.capitalize()} servicer", self._gateway)
 

@@ -25,9 +25,9 @@ from kvevents.conform.scenario import (
     AnyScenario,
     PublisherScenario,
     Scenario,
-    in_dialect,
     read_scenario,
     shipped_scenarios,
+    to_dialect,
 )
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict, make_run, to_json, to_junit
@@ -155,7 +155,7 @@ def _choose_scenarios(args: Namespace) -> Sequence[AnyScenario]:
         own = f"dialect-{args.dialect.name.replace('@', '-')}"
         release = next(each for each in shipped_scenarios() if each.name == own and isinstance(each, Scenario))
         readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
-        chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, release)) is not None)
+        chosen = list[AnyScenario](found for each in readers if (found := to_dialect(each, release)) is not None)
     if not chosen:
         filters = [*(f"--only {text}" for text in args.only), *([f"--dialect {args.dialect}"] if args.dialect else [])]
         raise ConfigError(f"no scenario fits {' '.join(filters)}; --list prints all scenarios")

@@ -15,7 +15,7 @@ from kvevents.cli.service_options import add_service, make_client
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.engine_checks import EngineChecks
-from kvevents.diagnosis.findings import CheckResult, Severity, worst
+from kvevents.diagnosis.findings import CheckResult, Severity, worst_severity
 from kvevents.diagnosis.service_checks import ServiceChecks
 
 DESCRIPTION: Final = (
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         engine = EngineChecks(read_sources(args)[0], StopSignal(), args.duration, searches=not args.no_replay)
         findings = _collect_results(engine.findings(), console, quiet=quiet)
         subject = {"endpoint": engine.source.endpoint, "replay_endpoint": engine.source.replay_endpoint}
-    verdict = worst(findings)
+    verdict = worst_severity(findings)
     if not write_record(subject | {"verdict": verdict, "findings": findings}, args.output, console):
         counts = Counter(finding.verdict for finding in findings)
         totals = ", ".join(f"{counts[severity]} {severity.value}" for severity in Severity)

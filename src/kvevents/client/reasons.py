@@ -10,7 +10,7 @@ import enum
 from collections.abc import Collection
 from typing import Self
 
-from kvevents.package_metadata import documented
+from kvevents.package_metadata import page_link
 
 _CHECK_ADVICE = "run on the service's host: kvevents doctor {endpoint}"
 _START_ADVICE = f"check that the engine runs; {_CHECK_ADVICE}"
@@ -38,7 +38,7 @@ class Reason(enum.StrEnum):
     @property
     def advice(self) -> str:
         """What to do, as a text. In the text, `{endpoint}` stands for the endpoint of the source."""
-        return f"{self._text}; see {documented(self._page)}" if self._page else self._text
+        return f"{self._text}; see {page_link(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME_ADVICE
     """The host name of an endpoint does not resolve. Reasons up to `NO_PEER` are faults of an endpoint."""

@@ -30,7 +30,7 @@ def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any
     for name in [name for name in fields if name in values]:
         value = values[name]
         try:
-            result[name] = _parse(value, fields[name])
+            result[name] = _parse_value(value, fields[name])
         except msgspec.ValidationError:
             errors.append(f"{name}: expected {_describe_kind(fields[name])}, not {value!r}")
     if errors:
@@ -38,7 +38,7 @@ def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any
     return result
 
 
-def _parse(value: Any, kind: Any) -> Any:
+def _parse_value(value: Any, kind: Any) -> Any:
     """Convert words such as `yes` to a bool, and whole floats, bools and strings of digits to an integer."""
     kinds = {*types_in(kind)}
     if bool in kinds:

@@ -137,9 +137,9 @@ class KVEventsConfig:
     """`default` or, if the engine publishes namespaced hashes, `dynamo`. The publisher does not use this field."""
 
     def __init__(self, **data: Any) -> None:
-        values = parse_fields(type(self).__name__, _FIELDS, data)
+        values = parse_fields(type(self).__name__, _CONFIG_FIELDS, data)
         self.model_fields_set = set(values)
-        for name in _FIELDS:
+        for name in _CONFIG_FIELDS:
             setattr(self, name, values.get(name, getattr(type(self), name)))
 
     @classmethod
@@ -178,7 +178,7 @@ class KVEventsConfig:
         return copy
 
 
-_FIELDS: Final = get_type_hints(KVEventsConfig)
+_CONFIG_FIELDS: Final = get_type_hints(KVEventsConfig)
 
 
 def uses_dynamo_format(kv_events_config: str | None) -> bool:

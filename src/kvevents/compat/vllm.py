@@ -113,7 +113,7 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in parse_fields(type(self).__name__, _FIELDS, values).items():
+        for name, value in parse_fields(type(self).__name__, _CONFIG_FIELDS, values).items():
             setattr(self, name, value)
         if self.publisher is None:
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
@@ -123,13 +123,13 @@ class KVEventsConfig:
     def from_cli(cls, cli_value: str) -> Self:
         """Parse the JSON of `--kv-events-config`. Raises `ConfigError` unless it is an object with known keys."""
         data = parse_object(cli_value, cls.__name__)
-        unknown = sorted(data.keys() - _FIELDS.keys())
+        unknown = sorted(data.keys() - _CONFIG_FIELDS.keys())
         if unknown:
-            raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
+            raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_CONFIG_FIELDS)}")
         return cls(**data)
 
 
-_FIELDS: Final = get_type_hints(KVEventsConfig)
+_CONFIG_FIELDS: Final = get_type_hints(KVEventsConfig)
 
 
 class EventPublisher(publisher.EventPublisher):
@@ -177,7 +177,7 @@ def resolve_node_endpoint(endpoint: str) -> str:
     if endpoint != "tcp://*:0":
         return endpoint
     address = get_ip()
-    if address in _WILDCARDS:
+    if address in _WILDCARD_HOSTS:
         raise ConfigError(
             f"cannot bind {endpoint} at this node's address, which is unknown: "
             "set VLLM_HOST_IP to the address, or put an address or a port into the endpoint"
@@ -185,7 +185,7 @@ def resolve_node_endpoint(endpoint: str) -> str:
     return f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0"
 
 
-_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - hosts to recognise, not to bind
+_WILDCARD_HOSTS: Final = ("0.0.0.0", "::")  # noqa: S104 - hosts to recognise, not to bind
 _PROBE_ADDRESSES: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for which the OS selects a route. RFC 5737 and RFC 3849 reserve these addresses for documentation."""
 
@@ -203,7 +203,7 @@ def get_ip() -> str:
             probe.connect((address, 9))  # on a datagram socket this selects a route and sends nothing
             local_ip: str = probe.getsockname()[0]
             return local_ip
-    return _WILDCARDS[0]
+    return _WILDCARD_HOSTS[0]
 
 
 class EventPublisherFactory(PublisherRegistry):

@@ -27,7 +27,7 @@ from kvevents.conform.target import (
     Target,
     TargetError,
     TargetResponse,
-    python_with,
+    install_package,
     request,
     wait_until,
 )
@@ -35,8 +35,8 @@ from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import MissingDependencyError
 from kvevents.package_metadata import VERSION
 
-ACCEPTED: Final = frozenset({200, 201})
-EXACT: Final = "EXACT"
+ACCEPTED_STATUSES: Final = frozenset({200, 201})
+EXACT_STATE: Final = "EXACT"
 """The trust state that kvevents reports for a worker whose match is guaranteed."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
@@ -92,14 +92,14 @@ class Indexer(Target):
         if registration.replay_endpoint is not None:
             body["replay_endpoint"] = registration.replay_endpoint
         answer = self.ask("POST", "/register", body)
-        if answer.status not in ACCEPTED:
+        if answer.status not in ACCEPTED_STATUSES:
             raise RejectedError(answer.text)
         self._registrations.append(registration)
 
     def unregister(self, registration: EngineRegistration) -> None:
         self._registrations.remove(registration)
         answer = self.ask("POST", "/unregister", self._identity(registration))
-        if answer.status not in ACCEPTED:
+        if answer.status not in ACCEPTED_STATUSES:
             raise TargetError(f"{self._url}/unregister answered with status {answer.status}: {answer.text}")
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Indexer(Target):
         held = {name: match.longest_matched for name, match in matches.items()}
         held |= {f"{name}:{rank}": tokens for name, match in matches.items() for rank, tokens in match.dp.items()}
         for name, match in matches.items():
-            if states := sorted({state for state in match.trust.values() if state != EXACT}):
+            if states := sorted({state for state in match.trust.values() if state != EXACT_STATE}):
                 self._caveats[name] = f"the answer is {', '.join(states)}"
         wrong = []
         for name in dict.fromkeys([*query.held, *held]):
@@ -183,7 +183,7 @@ class _Trust(msgspec.Struct):
 class _Service(msgspec.Struct):
     instance_id: str
     status: str = "active"
-    trust: _Trust = msgspec.field(default_factory=lambda: _Trust(EXACT))
+    trust: _Trust = msgspec.field(default_factory=lambda: _Trust(EXACT_STATE))
 
 
 class _Services(msgspec.Struct):
@@ -216,18 +216,18 @@ class MooncakeIndexer(Indexer):
         for rank in self.ask("GET", "/services").decode(_Services).services:
             texts = problems.setdefault(rank.instance_id, [])
             texts += [] if rank.status == "active" else [f"status {rank.status}"]
-            texts += [] if rank.trust.state == EXACT else [rank.trust.reason or rank.trust.state]
+            texts += [] if rank.trust.state == EXACT_STATE else [rank.trust.reason or rank.trust.state]
         return problems
 
 
-DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
+DYNAMO_PACKAGE: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
 """Seconds between two snapshots of `kvevents serve`. Before the driver kills the process, it waits for one."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
-FIRST_INSTANCE: Final = 1_000_000
-INSTANCES: Final = 100
-"""Number of instance ids that are reserved for each scenario at a running indexer. The first id is `FIRST_INSTANCE`."""
+FIRST_INSTANCE_ID: Final = 1_000_000
+INSTANCES_PER_SCENARIO: Final = 100
+"""Number of instance ids that are reserved for each scenario at a running indexer. The first id is `FIRST_INSTANCE_ID`."""
 
 
 class StartedIndexer(Indexer):
@@ -250,7 +250,7 @@ class StartedIndexer(Indexer):
             self.register(registration)
 
 
-class Kvevents(StartedIndexer):
+class KveventsIndexer(StartedIndexer):
     """`kvevents serve`, which stores its registrations."""
 
     def kill(self) -> None:
@@ -308,7 +308,7 @@ class RunningIndexer(Driver):
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
         """Yield the indexer, and unregister the workers of the scenario at the end."""
         del registrations
-        first = FIRST_INSTANCE + INSTANCES * next(self._scenarios)
+        first = FIRST_INSTANCE_ID + INSTANCES_PER_SCENARIO * next(self._scenarios)
         indexer = self._kind(self._url, f"conform-{scenario.name}", first, self._answer_seconds)
         try:
             yield indexer
@@ -326,14 +326,14 @@ def kvevents_indexer() -> IndexerDriver:
         options = ("--host", "127.0.0.1", "--port", str(port), "--state-dir", str(folder / "state"))
         return [sys.executable, "-m", "kvevents", "serve", *options, "--snapshot-seconds", str(SNAPSHOT_SECONDS)]
 
-    return IndexerDriver(f"kvevents {VERSION}", command, Kvevents)
+    return IndexerDriver(f"kvevents {VERSION}", command, KveventsIndexer)
 
 
 def dynamo_indexer(folder: Path) -> Driver:
     """Return the driver of Dynamo's indexer, from its released wheel in a virtual environment in `folder`."""
-    python = python_with(*DYNAMO, folder)
+    python = install_package(*DYNAMO_PACKAGE, folder)
 
     def command(port: int, _: Path) -> list[str]:
         return [python, "-m", "dynamo.indexer", "--port", str(port), "--threads", "4"]
 
-    return IndexerDriver(" ".join(DYNAMO), command)
+    return IndexerDriver(" ".join(DYNAMO_PACKAGE), command)

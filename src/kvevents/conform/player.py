@@ -24,7 +24,7 @@ from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 from kvevents.wire import live_frames
 
-CUT_SECONDS: Final = 2.0
+MAX_CUT_SECONDS: Final = 2.0
 """Maximum time until an engine notices that `cut` has closed its connections."""
 
 
@@ -114,7 +114,7 @@ class ScriptedEngine:
         """Close the connections, refuse new ones, and wait until the engine has noticed."""
         for proxy in self.proxies:
             proxy.cut(refuse=True)
-        wait_until(lambda: not self.tape.subscriptions, CUT_SECONDS)
+        wait_until(lambda: not self.tape.subscriptions, MAX_CUT_SECONDS)
 
 
 class Player:

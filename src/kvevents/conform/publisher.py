@@ -24,7 +24,7 @@ from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import Forms, Macros, PublisherScenario, ScenarioEngine, block_hash
 from kvevents.conform.target import Program, TargetError, is_open
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
-from kvevents.diagnosis.replay_sample import Patience, ReplaySample, send_request
+from kvevents.diagnosis.replay_sample import ReplaySample, Timeouts, send_request
 from kvevents.endpoints import complete_replay
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -61,7 +61,7 @@ def fed_hash(incarnation: int, number: int) -> int:
     return block_hash(incarnation + 1, 0, number)
 
 
-def apply(blocks: set[int], payload: bytes) -> str | None:
+def apply_batch(blocks: set[int], payload: bytes) -> str | None:
     """Apply a batch to a consumer's blocks. Return why an event of the batch cannot be decoded, or None if all were decoded."""
     decoded = decode_batch(payload)
     for event in decoded.batch.events:
@@ -83,7 +83,7 @@ def judge_stream(stream: ReceivedStream, start: int, required: set[int], allowed
         if number != last + 1 and not begins_with_clear(payload):
             gaps.append(f"numbers {last + 1} to {number - 1} are missing")
         last = number
-        if (fault := apply(held, payload)) is not None:
+        if (fault := apply_batch(held, payload)) is not None:
             return ScenarioOutcome(Verdict.SILENT, f"number {number} cannot be read: {fault}")
     missing, foreign = len(required - held), len(held - allowed)
     if foreign:
@@ -217,7 +217,7 @@ class PublisherPlayer:
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
         """Read a reply until it ends or is silent, for at most `seconds`. Raise `TargetError` if the publisher has ended."""
         sample, fault = ReplaySample(), None
-        sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
+        sample.read(dealer, Timeouts(SILENCE_SECONDS, seconds), is_strict=True)
         if sample.malformed:
             fault = f"an invalid message in the reply: {sample.malformed[0]}"
         elif sample.is_cut:
@@ -300,12 +300,12 @@ class PublisherDriver:
         for port in ports:
             stack.callback(port.close)
         endpoint, replay_endpoint = (port.endpoint for port in ports)
-        words = _fill_in(self._source, endpoint, replay_endpoint, scenario.buffer_steps)
+        words = _fill_placeholders(self._source, endpoint, replay_endpoint, scenario.buffer_steps)
         program = stack.enter_context(Program(self.title, lambda _port, _folder: words, is_fed=True))
         return Publisher(endpoint, replay_endpoint, program)
 
 
-def _fill_in(words: Sequence[str], endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
+def _fill_placeholders(words: Sequence[str], endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
     fields = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "buffer_steps": buffer_steps}
     return [word.format(**fields) for word in words]
 
@@ -330,7 +330,7 @@ def publisher_driver(target: str) -> PublisherDriver:
     try:
         words = shlex.split(target)
         title = Path(words[0]).name
-        _fill_in(words, "", "", 1)
+        _fill_placeholders(words, "", "", 1)
     except (ValueError, LookupError) as error:
         raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields such as {{endpoint}}") from error
     return PublisherDriver(title, words)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
-from kvevents.conform.target import Driver, EngineRegistration, Program, Target, python_with, request
+from kvevents.conform.target import Driver, EngineRegistration, Program, Target, install_package, request
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
@@ -30,13 +30,13 @@ from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 
 MODEL: Final = "m"
-CONTROL: Final = "control"
-REQUESTS: Final = 3
+CONTROL_NAME: Final = "control"
+REQUESTS_PER_STATE: Final = 3
 """Number of requests for each prompt and state of the control. All must reach a right worker, because a single request can
 reach one by chance."""
 CONTROL_SECONDS: Final = 0.2
 """Time for the router to read the events of the control."""
-VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
+VLLM_ROUTER_PACKAGE: Final = ("vllm-router", "0.1.17")
 
 
 class RouterWorker(NamedTuple):
@@ -218,13 +218,13 @@ class RouterTarget(Target):
         tokens, control, best = query.ids, blocks * self._block_size, max(held.values(), default=0)
         if self._control.hold(tokens, query.salt, blocks):
             time.sleep(CONTROL_SECONDS)
-        right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL}
+        right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL_NAME}
         # One token is appended, because engines always compute the last token of a prompt and never count it as cached.
         body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, 0])), "max_tokens": 1}
         if query.salt is not None:
             body["cache_salt"] = query.salt
         chosen: Counter[str] = Counter()
-        for _ in range(REQUESTS):
+        for _ in range(REQUESTS_PER_STATE):
             answer = request(f"{self._program.url}/v1/completions", "POST", body)
             if answer.status != 200:
                 return WrongAnswer(min(right), f"a request was answered with {answer.text}", "an error")
@@ -232,10 +232,10 @@ class RouterTarget(Target):
         if chosen.keys() <= right:
             return None
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
-        count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
-        truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL: control}.items()))
+        count = "all requests" if chosen[wrong] == REQUESTS_PER_STATE else f"{chosen[wrong]} of {REQUESTS_PER_STATE} requests"
+        truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL_NAME: control}.items()))
         # The control has no faults. So a router that wrongly chooses the control misses blocks of the best worker.
-        concerned = min(right) if wrong == CONTROL else wrong
+        concerned = min(right) if wrong == CONTROL_NAME else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 
     def read_reports(self) -> dict[str, str | None]:
@@ -272,7 +272,7 @@ class RouterDriver(Driver):
         with ExitStack() as stack:
             control = Control(scenario.block_size)
             stack.callback(control.close)
-            of_control = EngineRegistration(CONTROL, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
+            of_control = EngineRegistration(CONTROL_NAME, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
             followed = [of_control, *registrations]
             workers = self._play_workers(scenario, followed, stack)
             members = [
@@ -303,7 +303,7 @@ class RouterDriver(Driver):
 
 def vllm_router(folder: Path) -> Driver:
     """Return the driver of vllm-router with the policy `kv_aware`, installed in a virtual environment in `folder`."""
-    program = str(Path(python_with(*VLLM_ROUTER, folder)).with_name("vllm-router"))
+    program = str(Path(install_package(*VLLM_ROUTER_PACKAGE, folder)).with_name("vllm-router"))
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
         words = [program, "--host", "127.0.0.1", "--port", str(ports.requests), "--prometheus-port", str(ports.metrics)]
@@ -314,7 +314,7 @@ def vllm_router(folder: Path) -> Driver:
                 words += ["--kv-event-replay-source", f"{member.url}={member.replay_endpoint}"]
         return [*words, "--worker-urls", *(member.url for member in members)]
 
-    return RouterDriver(" ".join(VLLM_ROUTER), command)
+    return RouterDriver(" ".join(VLLM_ROUTER_PACKAGE), command)
 
 
 def command_router(template: str) -> Driver:

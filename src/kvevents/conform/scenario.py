@@ -5,7 +5,7 @@ sends: macros, which become events in the forms of a release, JSON values, or by
 which workers may be reported, how long a player waits, the rule from which the right answers follow, and the rule's source.
 The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
 
-A scenario has the forms of the newest vLLM unless it states others. `in_dialect` gives a scenario the forms of another release,
+A scenario has the forms of the newest vLLM unless it states others. `to_dialect` gives a scenario the forms of another release,
 so that every fault can be played with every release.
 """
 
@@ -23,7 +23,7 @@ from kvevents.errors import ConfigError
 VERSION: Final = 2
 """Version of the format. If older players would misunderstand a change of the format, the change increases this number."""
 
-Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
+HexText = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
 PlainName = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
 WaitSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
@@ -78,7 +78,7 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Maximum number of batches in one reply. As in engines, the ROUTER socket drops further batches without notice."""
     replay_holes: list[int] = []
     """Sequence numbers that are missing in replies."""
-    replay_junk: list[list[Hex]] = []
+    replay_junk: list[list[HexText]] = []
     """Messages that are not replies, sent before each reply."""
     has_end_marker: bool = True
     is_endless: bool = False
@@ -162,7 +162,7 @@ class Publish(_EngineStep, frozen=True, tag="publish"):
 
     events: list[Any] | None = None
     batch: Any = None
-    payload: Hex | None = None
+    payload: HexText | None = None
     lost: bool = False
     """Whether the live message is lost."""
     times: Annotated[int, Meta(ge=1, le=100_000)] = 1
@@ -181,7 +181,7 @@ class Resend(_EngineStep, frozen=True, tag="resend"):
 class Send(_EngineStep, frozen=True, tag="send"):
     """Send a message with the given frames from the PUB socket. The message gets no sequence number and is not stored."""
 
-    frames: list[Hex]
+    frames: list[HexText]
 
 
 class Restart(_EngineStep, frozen=True, tag="restart"):
@@ -319,7 +319,7 @@ class Subscribe(_Step, frozen=True, tag="subscribe"):
 class SendRequest(_Step, frozen=True, tag="send-request"):
     """Send a message with the given frames from a DEALER socket to the replay endpoint, without waiting for a reply."""
 
-    frames: list[Hex]
+    frames: list[HexText]
 
 
 class RestartPublisher(_Step, frozen=True, tag="restart-publisher"):
@@ -513,7 +513,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def in_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
+def to_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
     """Return `scenario` with the forms and the reply shape of the scenario `release`, which has those of another release.
 
     Return None if these forms cannot express the scenario, because it contains whole batches, or fields that events of that

@@ -39,7 +39,7 @@ ANSWER_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.01
 """Time between two checks of a condition."""
 T = TypeVar("T")
-MAX_BYTES: Final = 64 << 20
+MAX_ANSWER_BYTES: Final = 64 << 20
 """Maximum size of one answer."""
 
 
@@ -78,7 +78,7 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
     path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     call = Call(method, path, dict[str, Any], None if body is None else msgspec.json.encode(body))
     try:
-        with Client(f"{parts.scheme}://{parts.netloc}", max_response_bytes=MAX_BYTES) as client:
+        with Client(f"{parts.scheme}://{parts.netloc}", max_response_bytes=MAX_ANSWER_BYTES) as client:
             return TargetResponse(*client.exchange(call, seconds))
     except TimeoutError as error:
         raise TargetError(f"{method} {url} did not answer within {seconds:g} s") from error
@@ -275,7 +275,7 @@ class Program:
         self._folder.cleanup()
 
 
-def python_with(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
+def install_package(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
     """Return the interpreter of a virtual environment with a released wheel. Create the environment in `folder` if needed.
 
     Wheels in this folder and in the folders `wheels` are preferred to wheels of the package index. The packages in

@@ -18,12 +18,12 @@ from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import disable_monitor
 
-CURVE_TIMEOUT: Final = 3.0
+CURVE_SECONDS: Final = 3.0
 """Maximum number of seconds for the connection and the CURVE handshake together, which normally take milliseconds."""
 
 CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
 
-_OUTCOMES: Final[dict[int, CurveOutcome]] = {
+_CURVE_OUTCOMES: Final[dict[int, CurveOutcome]] = {
     zmq.Event.HANDSHAKE_SUCCEEDED: "accepted",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "refused",
     # If --curve-server-key is not the server's key, the server cannot decrypt the first message and closes the connection.
@@ -34,7 +34,7 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 }
 
 
-def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
+def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_SECONDS) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
     If a server of kvevents refuses a key, it sends no error, so that the peer retries (see `kvevents.zeromq.zap`). The outcome
@@ -42,12 +42,12 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
     """
     deadline = time.monotonic() + timeout
     with open_client(kind, endpoint, curve) as socket:
-        monitor = socket.get_monitor_socket(sum(_OUTCOMES))
+        monitor = socket.get_monitor_socket(sum(_CURVE_OUTCOMES))
         try:
             with suppress(zmq.ZMQError):
                 socket.connect(endpoint)
             while (remaining := deadline - time.monotonic()) > 0 and monitor.poll(ceil(1000 * remaining)):
-                outcome = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
+                outcome = _CURVE_OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
                 if outcome is not None:
                     return outcome
         finally:
@@ -56,7 +56,7 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
 
 
 MAX_PROBED_RANKS: Final = 64
-NEIGHBOUR_TIMEOUT: Final = 1.0
+NEIGHBOUR_SECONDS: Final = 1.0
 """Maximum number of seconds to probe one of the ports that follow the engine's port."""
 
 CONNECT_HINT: Final = (
@@ -175,7 +175,7 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResu
     return fail("replay", text, "use the engine's replay endpoint with --replay")
 
 
-def next_ranks(endpoint: str) -> int:
+def count_next_ranks(endpoint: str) -> int:
     """Return how many consecutive ports after the port of `endpoint` have publishers, for example further ranks."""
     neighbours = (endpoint_of_rank(endpoint, distance) for distance in range(1, MAX_PROBED_RANKS))
     return sum(1 for _ in takewhile(lambda neighbour: neighbour is not None and _is_publisher(neighbour), neighbours))
@@ -190,4 +190,4 @@ def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
 
 
 def _is_publisher(endpoint: str) -> bool:
-    return perform_handshake(endpoint, NEIGHBOUR_TIMEOUT).is_publisher
+    return perform_handshake(endpoint, NEIGHBOUR_SECONDS).is_publisher

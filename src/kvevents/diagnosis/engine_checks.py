@@ -11,12 +11,12 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from kvevents.diagnosis.address import check_address, next_ranks
+from kvevents.diagnosis.address import check_address, count_next_ranks
 from kvevents.diagnosis.findings import CheckResult, Severity, warn
-from kvevents.diagnosis.replay import USE_REPLAY, check_losses, check_replay, check_stream, compare, find_replay_endpoint
+from kvevents.diagnosis.replay import REPLAY_HINT, check_losses, check_replay, check_stream, compare, find_replay_endpoint
 from kvevents.diagnosis.replay_sample import ReplaySample
 from kvevents.diagnosis.traffic import (
-    MAX_PER_TURN,
+    MAX_MESSAGES_PER_TURN,
     DecodedContents,
     TrafficSample,
     check_decoding,
@@ -79,7 +79,7 @@ class EngineChecks:
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
         """Look for a replay endpoint, and use the endpoint if live batches prove that it belongs to the stream."""
         if not self._searches:
-            return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
+            return warn("replay", "no replay endpoint given, so lost batches stay lost", REPLAY_HINT)
 
         def wait_for_live() -> None:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS), lambda: bool(sample.numbers.received))
@@ -130,7 +130,7 @@ class EngineChecks:
     def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: TrafficSample) -> None:
         if not self.source.bind:
             sample.take(POLL_SECONDS)
-        for number in range(MAX_PER_TURN):
+        for number in range(MAX_MESSAGES_PER_TURN):
             delivery = subscriber.receive(timeout=POLL_SECONDS if self.source.bind and not number else 0)
             if delivery is None:
                 return
@@ -146,7 +146,7 @@ class EngineChecks:
             topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: an older engine.
             for batch in response.batches:
                 contents.add(batch.payload)
-        neighbours = 0 if self.source.bind else next_ranks(self.source.endpoint)
+        neighbours = 0 if self.source.bind else count_next_ranks(self.source.endpoint)
         checks = (
             check_topic(topics, self.source.topic),
             check_frames(sample),

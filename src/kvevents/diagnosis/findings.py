@@ -41,6 +41,6 @@ def fail(check: str, text: str, advice: str) -> CheckResult:
     return CheckResult(check, Severity.FAIL, text, advice)
 
 
-def worst(findings: list[CheckResult]) -> Severity:
+def worst_severity(findings: list[CheckResult]) -> Severity:
     """Return the worst verdict of the findings."""
     return max((finding.verdict for finding in findings), key=list(Severity).index, default=Severity.OK)

@@ -16,12 +16,12 @@ from kvevents.endpoints import split_tcp
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 """The greeting that this module sends: signature, version 3.0, mechanism NULL, client role, padding."""
-HANDSHAKE_TIMEOUT: Final = 3.0
+HANDSHAKE_SECONDS: Final = 3.0
 """Maximum number of seconds to connect and exchange greetings: enough for a peer on another continent, or a peer that swaps."""
 
-SIGNATURE: Final = 0xFF
-MAJOR_AT: Final = 10
-MECHANISM: Final = slice(12, 32)
+SIGNATURE_BYTE: Final = 0xFF
+MAJOR_OFFSET: Final = 10
+MECHANISM_SLICE: Final = slice(12, 32)
 
 HandshakeOutcome: TypeAlias = Literal[
     "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
@@ -41,7 +41,7 @@ class Handshake(NamedTuple):
         return self.outcome == "socket" and self.detail in {"PUB", "XPUB"}
 
 
-def perform_handshake(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
+def perform_handshake(endpoint: str, seconds: float = HANDSHAKE_SECONDS) -> Handshake:
     """Run `perform_handshake_async` for callers without an event loop."""
     return asyncio.run(perform_handshake_async(endpoint, seconds))
 
@@ -61,7 +61,7 @@ def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
             return Handshake("unreachable", str(error.strerror or error))
 
 
-async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
+async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_SECONDS) -> Handshake:
     """Connect to a `tcp://` or `ipc://` endpoint and return what listens there, after at most `seconds`."""
     address = split_tcp(endpoint)
     end = asyncio.get_running_loop().time() + seconds
@@ -89,17 +89,17 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
 
 async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
     # Send only the version first: a peer that receives another mechanism than its own closes without naming its own.
-    writer.write(_GREETING[: MECHANISM.start])
+    writer.write(_GREETING[: MECHANISM_SLICE.start])
     greeting = await _read_bytes(reader, len(_GREETING))
     if not greeting:
         return Handshake("closed")
-    if greeting[0] != SIGNATURE or len(greeting) < len(_GREETING):
+    if greeting[0] != SIGNATURE_BYTE or len(greeting) < len(_GREETING):
         return Handshake("not-zeromq", "HTTP" if greeting.startswith(b"HTTP/") else "")
-    mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+    mechanism = greeting[MECHANISM_SLICE].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
         return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
     # The peer now sends its socket type. Send no socket type: the peer would close the connection if the types do not fit.
-    writer.write(_GREETING[MECHANISM.start :])
+    writer.write(_GREETING[MECHANISM_SLICE.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""
     if not body.startswith(b"\x05READY"):

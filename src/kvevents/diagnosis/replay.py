@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvevents.diagnosis.address import check_replay_address, endpoint_of_rank, next_ranks
+from kvevents.diagnosis.address import check_replay_address, count_next_ranks, endpoint_of_rank
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
 from kvevents.diagnosis.handshake import Handshake, perform_handshake
-from kvevents.diagnosis.replay_sample import LiveComparison, Patience, ReplaySample, missing_ranges, sample_replay
+from kvevents.diagnosis.replay_sample import LiveComparison, ReplaySample, Timeouts, missing_ranges, sample_replay
 from kvevents.diagnosis.text_format import number_ranges, plural
 from kvevents.diagnosis.traffic import SequenceNumbers
 from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 
-PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
+REPLY_TIMEOUTS: Final = Timeouts(silence=2.0, seconds=10.0)
 """Time limits for reading an answer with all batches. Within an answer, engines are silent for at most 0.2 s."""
-COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
+COMPARE_TIMEOUTS: Final = Timeouts(silence=1.0, seconds=5.0)
 """Time limits for reading an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
 """Maximum number of requests for a batch to compare. One request can fail: an answer can have holes, and an engine publishes a
 batch before it stores it."""
-MAX_MISSING: Final = 1_000_000
+MAX_MISSING_BATCHES: Final = 1_000_000
 """Maximum number of missing batches to request again: a hundred times the number that an engine keeps by default."""
-_RETRIES: Final = 4
+_MAX_REQUESTS: Final = 4
 """Maximum number of requests for missing batches. A subscriber has no such limit if each answer has new batches."""
 
 NO_REPLAY: Final = "no replay endpoint given, so lost batches stay lost"
-USE_REPLAY: Final = (
+REPLAY_HINT: Final = (
     'use the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'
     " KV events configuration"
 )
@@ -37,9 +37,9 @@ def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckR
     """Request all batches, and request missing batches again. Return findings and the answers; None if no request was sent."""
     if not endpoint.startswith("inproc://") and (fault := check_replay_address(endpoint, curve)) is not None:
         return [fault], None
-    sample = sample_replay(endpoint, (0,), PATIENCE, curve)
+    sample = sample_replay(endpoint, (0,), REPLY_TIMEOUTS, curve)
     if not sample.is_answered:
-        text = f"{endpoint} does not answer within {PATIENCE.silence:g} s"
+        text = f"{endpoint} does not answer within {REPLY_TIMEOUTS.silence:g} s"
         advice = (
             "the engine may hang or be overloaded, or this is the port of another service; try again, then restart the engine"
         )
@@ -80,18 +80,18 @@ def _report_losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> 
 def _report_holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckResult:
     count = sum(last - first + 1 for first, last in sample.holes)
     text = f"{plural(count, 'batch')} missing inside the response ({number_ranges(sample.holes)})"
-    if count > MAX_MISSING:
+    if count > MAX_MISSING_BATCHES:
         advice = "no engine keeps so many batches: check the port, since this may be another service"
         return warn("replay", text, advice)
     numbers = {seq for first, last in sample.holes for seq in range(first, last + 1)}
-    retry = sample_replay(endpoint, numbers, PATIENCE, curve, requests=_RETRIES)
+    retry = sample_replay(endpoint, numbers, REPLY_TIMEOUTS, curve, requests=_MAX_REQUESTS)
     lost_numbers = numbers - {batch.seq for batch in retry.batches}
     if not lost_numbers:
         advice = "kvevents requests missing batches again; other clients lose these. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; a second request returned them: the engine's send queue overflows", advice)
     if len(lost_numbers) < len(numbers):
         advice = "kvevents requests missing batches again while some arrive, then reports a gap: see the check `trust` below"
-        return warn("replay", f"{text}; after {_RETRIES} more requests {len(lost_numbers):,} of them are missing", advice)
+        return warn("replay", f"{text}; after {_MAX_REQUESTS} more requests {len(lost_numbers):,} of them are missing", advice)
     advice = "the engine could not encode these batches, or its buffer lost them: see the log of the engine"
     return warn("replay", f"{text}, also in further responses: these batches are lost", advice)
 
@@ -113,7 +113,7 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
     """Request the newest live batches from `endpoint`, and compare the answers with the live batches."""
     live = dict(numbers.newest)
     requests = COMPARE_REQUESTS if live else 0
-    sample = sample_replay(endpoint, live, COMPARE_PATIENCE, curve, requests=requests, any_of=True)
+    sample = sample_replay(endpoint, live, COMPARE_TIMEOUTS, curve, requests=requests, any_of=True)
     return LiveComparison.compare(sample, live)
 
 
@@ -140,10 +140,10 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
         return ok("losses", f"{plural(len(numbers.received), 'live batch')}, no sequence number missing")
     missing = sum(last - first + 1 for first, last in gaps)
     text = f"{missing:,} of {missing + len(numbers.received):,} live batches did not arrive ({number_ranges(gaps)})"
-    if endpoint is None or missing > MAX_MISSING:
+    if endpoint is None or missing > MAX_MISSING_BATCHES:
         return warn("losses", text, _UNREPAIRED_ADVICE)
     lost_numbers = {seq for first, last in gaps for seq in range(first, last + 1)}
-    sample = sample_replay(endpoint, lost_numbers, COMPARE_PATIENCE, curve, requests=COMPARE_REQUESTS)
+    sample = sample_replay(endpoint, lost_numbers, COMPARE_TIMEOUTS, curve, requests=COMPARE_REQUESTS)
     stored = lost_numbers & {batch.seq for batch in sample.batches}
     text += f"; replay has {len(stored):,} of these {len(lost_numbers):,}"
     return warn("losses", text, _LOSSY_ADVICE if stored else _UNREPAIRED_ADVICE)
@@ -156,12 +156,12 @@ def find_replay_endpoint(
 
     Return a finding, and the replay endpoint if live batches prove that it is the engine's. `wait_for_live` waits for a batch.
     """
-    candidate = endpoint_of_rank(endpoint, 1 + next_ranks(endpoint))
+    candidate = endpoint_of_rank(endpoint, 1 + count_next_ranks(endpoint))
     if candidate is None:
-        return warn("replay", NO_REPLAY, USE_REPLAY), None
+        return warn("replay", NO_REPLAY, REPLAY_HINT), None
     handshake = perform_handshake(candidate)
     if handshake.outcome != "curve" and handshake != Handshake("socket", "ROUTER"):
-        return warn("replay", f"{NO_REPLAY}; {candidate} is not a replay endpoint", USE_REPLAY), None
+        return warn("replay", f"{NO_REPLAY}; {candidate} is not a replay endpoint", REPLAY_HINT), None
     wait_for_live()
     if not numbers.newest:
         text = f"{NO_REPLAY}; {candidate} may be a replay endpoint, but no live batch arrived to compare with it"
@@ -172,6 +172,6 @@ def find_replay_endpoint(
         condition = "if it belongs to this engine, which may hang or be busy"
         return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart the engine"), None
     if not comparison.equal_batches:
-        return warn("replay", f"{NO_REPLAY}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
+        return warn("replay", f"{NO_REPLAY}; {candidate} belongs to another stream: {comparison.difference}", REPLAY_HINT), None
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"
     return ok("replay", text, f"use --replay {candidate} with other commands"), candidate

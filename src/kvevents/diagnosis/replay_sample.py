@@ -20,10 +20,10 @@ from kvevents.zeromq.sockets import connect_or_bind, destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
 """Maximum number of messages to read of one answer. An engine keeps 10,000 batches by default."""
-_SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
+_REPLY_SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
 
 
-class Patience(NamedTuple):
+class Timeouts(NamedTuple):
     """Time limits for reading an answer."""
 
     silence: float
@@ -56,12 +56,12 @@ class ReplaySample:
         """Ranges of sequence numbers that are missing between batches of the answers."""
         return missing_ranges([batch.seq for batch in self.batches])
 
-    def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
+    def read(self, socket: zmq.Socket[bytes], timeouts: Timeouts, *, is_strict: bool = False) -> bool:
         """Read an answer to its end, or if `is_strict` to a malformed message. Return whether any message arrived."""
-        deadline = time.monotonic() + patience.seconds
+        deadline = time.monotonic() + timeouts.seconds
         self.has_end = self.is_cut = False
         for count in range(MAX_REPLY_MESSAGES):
-            wait = min(patience.silence, deadline - time.monotonic())
+            wait = min(timeouts.silence, deadline - time.monotonic())
             if wait <= 0 or not socket.poll(ceil(1000 * wait)):
                 self.is_cut = wait <= 0
                 return count > 0
@@ -72,7 +72,7 @@ class ReplaySample:
                 if is_strict:
                     return True
                 continue
-            self.shapes.add(_SHAPES[len(frames)])
+            self.shapes.add(_REPLY_SHAPES[len(frames)])
             if isinstance(reply, ReplayEnd):
                 self.has_end = True
                 return True
@@ -132,7 +132,7 @@ def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.S
 
 
 def sample_replay(
-    endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
+    endpoint: str, numbers: Collection[int], timeouts: Timeouts, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
     """Send requests until the batches `numbers` have arrived; if `any_of`, until one of them has arrived.
 
@@ -144,7 +144,7 @@ def sample_replay(
             socket.set(zmq.RCVHWM, 0)
             connect_or_bind(socket, endpoint, bind=False)
             send_request(socket, min(outstanding))
-            is_answered = sample.read(socket, patience)
+            is_answered = sample.read(socket, timeouts)
         outstanding.difference_update(batch.seq for batch in sample.batches)
         if not is_answered or not outstanding or (any_of and len(outstanding) < len(numbers)):
             break

@@ -19,7 +19,7 @@ from kvevents.diagnosis.text_format import duration, first_names, percentage, pl
 MIN_LOOKUPS: Final = 20
 """Minimum number of lookups for a fault if all lookups found nothing; with fewer lookups, this is a warning."""
 _LOG_ADVICE: Final = "see the service's log"
-_NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
+_NOT_HTTP_ERRORS: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
 
 
@@ -37,7 +37,7 @@ class ServiceChecks:
             yield from self._run_checks()
         except ServiceRequestError as error:
             check = "access" if error.status in {401, 403} else "service"
-            finding = self._check_port() if error.reason in _NOT_HTTP else None
+            finding = self._check_port() if error.reason in _NOT_HTTP_ERRORS else None
             yield finding or fail(check, error.sentence, error.hint or _LOG_ADVICE)
 
     def _check_port(self) -> CheckResult | None:
@@ -140,21 +140,21 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 
 # --- checks of the fleet
 
-MAX_LISTED: Final = 10
+MAX_LISTED_WORKERS: Final = 10
 """Maximum number of findings that one check lists, the worst first; further findings are counted, but not listed."""
-PATIENCE_SECONDS: Final = 10.0
+GRACE_SECONDS: Final = 10.0
 """Seconds for which a source may connect or catch up before this counts as a fault."""
-LATE_SECONDS: Final = 1.0
+MAX_LAG_SECONDS: Final = 1.0
 """Lag in seconds above which the check warns: a router with older events selects workers for blocks that are gone."""
-_PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
-"""Reasons that are normal for `PATIENCE_SECONDS`, and faults after this time."""
+_START_REASONS: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
+"""Reasons that are normal for `GRACE_SECONDS`, and faults after this time."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     """Check the faults of discovery, and whether any engine is registered."""
     advice = "its engines may be missing from answers; repair what the fault names, or correct the service's settings"
     faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
-    yield from _worst_of(faults, "discovery", "fault")
+    yield from _select_worst(faults, "discovery", "fault")
     if not answer.sources:
         advice = "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]"
         yield warn("discovery", "no engine is registered", advice)
@@ -173,7 +173,7 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
     names = [
         worker_name(instance, rank, tenant, group)
         for (tenant, group, instance), numbers in sorted(ranks.items())
-        for rank in sorted(set(range(min(max(numbers), len(numbers) + MAX_LISTED))) - numbers)
+        for rank in sorted(set(range(min(max(numbers), len(numbers) + MAX_LISTED_WORKERS))) - numbers)
     ]
     if names:
         text = f"{first_names(names)}: not registered, though higher ranks are"
@@ -185,7 +185,7 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResu
     """Report which sources are not EXACT, why, and for how long."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
     findings = [_check_source_trust(source, now) for source in sources if source.trust.state != "EXACT"]
-    yield from _worst_of(findings, "trust", "source")
+    yield from _select_worst(findings, "trust", "source")
     if exact:
         count = sum(source.trust.attested for source in sources)
         note = f", {count:,} of them attested by the engine" if count else ""
@@ -198,18 +198,18 @@ def _check_source_trust(source: SourceView, now: float) -> CheckResult:
     reason = source.issues
     text = f"{source.name} is {state} for {duration(seconds)}{f': {reason}' if reason else ''}"
     codes = set(source.trust.reason_codes)
-    if state in {"CONNECTING", "REPLAYING"} and seconds <= PATIENCE_SECONDS and source.fault is None and codes <= _PHASES:
+    if state in {"CONNECTING", "REPLAYING"} and seconds <= GRACE_SECONDS and source.fault is None and codes <= _START_REASONS:
         return warn("trust", text, "wait a moment, and run doctor again")
     if state == "DEGRADED" and codes == {Reason.REPLAY_UNPROVEN} and source.batches == source.replayed:
         return ok("trust", text, source.advice)
     return (fail if state in {"CONNECTING", "STALE"} else warn)("trust", text, source.advice)
 
 
-def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
+def _select_worst(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
     """Yield the worst findings, then one finding that says how many others there are."""
     worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
-    yield from worst_first[:MAX_LISTED]
-    if others := worst_first[MAX_LISTED:]:
+    yield from worst_first[:MAX_LISTED_WORKERS]
+    if others := worst_first[MAX_LISTED_WORKERS:]:
         yield CheckResult(check, others[0].verdict, f"and {plural(len(others), noun)} more", "see `kvevents sources`")
 
 
@@ -234,8 +234,8 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
     lags = {source.name: source.lag_seconds for source in sources if source.lag_seconds is not None}
     if not lags:
         return None
-    ahead = {name: -lag for name, lag in lags.items() if lag < -LATE_SECONDS}
-    delays = {name: lag for name, lag in lags.items() if lag > LATE_SECONDS}
+    ahead = {name: -lag for name, lag in lags.items() if lag < -MAX_LAG_SECONDS}
+    delays = {name: lag for name, lag in lags.items() if lag > MAX_LAG_SECONDS}
     if ahead:
         text = f"clocks are ahead of the service's: {_list_lags(ahead)}"
         return warn("lag", text, "synchronise the clocks (chrony, ntpd), without which lag cannot be measured")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-MAX_NAMES: Final = 5
+MAX_LISTED_NAMES: Final = 5
 """Maximum number of names in one sentence; further names are counted, but not listed."""
 _MAX_RANGES: Final = 3
 _DURATIONS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
@@ -54,6 +54,6 @@ def percentage(part: float, total: float) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first `MAX_NAMES` names as a text, with the number of further names."""
-    further_count = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {further_count:,} more" if further_count > 0 else "")
+    """Return the first `MAX_LISTED_NAMES` names as a text, with the number of further names."""
+    further_count = len(names) - MAX_LISTED_NAMES
+    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {further_count:,} more" if further_count > 0 else "")

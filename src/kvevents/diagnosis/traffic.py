@@ -43,9 +43,9 @@ class SequenceNumbers:
             self.newest.append((seq, payload))
 
 
-MAX_DECODED: Final = 20_000
+MAX_DECODED_BATCHES: Final = 20_000
 """Maximum number of batches to decode; further batches are not decoded. For each batch, detecting the dialect takes 50 us."""
-MAX_PER_TURN: Final = 1_000
+MAX_MESSAGES_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
 
 
@@ -67,7 +67,7 @@ class DecodedContents:
 
     def add(self, payload: bytes) -> None:
         """Decode and count one payload."""
-        if self.batches >= MAX_DECODED:
+        if self.batches >= MAX_DECODED_BATCHES:
             return
         decoding = decode_batch(payload)
         self.batches += 1
@@ -123,7 +123,7 @@ class TrafficSample:
         self.seconds = time.monotonic() - self._began
         if not is_readable:
             return
-        for _ in range(MAX_PER_TURN):
+        for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 self.add(self._socket.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:

@@ -139,7 +139,7 @@ class PublisherConstructor:
                 return self._create(self._settings, rank, publisher_options, fallback)
         except Exception as error:  # noqa: BLE001 - if anything fails, the engine starts with a publisher of its own
             fault = error
-        log_unused(self._engine, fault, has_keys=self._has_keys)
+        log_unused_publisher(self._engine, fault, has_keys=self._has_keys)
         return self._module.NullEventPublisher(rank) if self._has_keys else self._original(*arguments, **options)
 
 
@@ -158,7 +158,7 @@ def replace_publisher(
         settings = read_settings(environ)
     except ConfigError as error:
         if not may_configure_keys(environ):
-            log_unused(engine, error)
+            log_unused_publisher(engine, error)
             return
         fault = error
     is_requested = settings is not None or fault is not None
@@ -178,7 +178,7 @@ def replace_publisher(
                 "only plugin"
             )
             if not has_keys:
-                log_unused(engine, fault)
+                log_unused_publisher(engine, fault)
                 return
         entry = PublisherConstructor(engine, rank_option, settings, create, module, fault)
         if own_name and own_name not in registry:
@@ -189,10 +189,10 @@ def replace_publisher(
         if has_keys:
             raise
         if is_requested:
-            log_unused(engine, error)
+            log_unused_publisher(engine, error)
 
 
-def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
+def log_unused_publisher(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
     """Log that the engine does not use kvevents, which publisher it uses instead, and why."""
     place = f"{engine} publishes KV cache events itself"
     if has_keys:
@@ -229,17 +229,17 @@ def attach_publisher(
     )
 
 
-_HOOK_NAMES: Final = "_kvevents_hooked"
+_HOOKS_ATTRIBUTE: Final = "_kvevents_hooked"
 """Name of the class attribute that has the names of the hooked methods, so that no method gets two hooks."""
 
 
 def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method of an engine's class by `wrap(method)`; do nothing if the method already has a hook."""
-    hooks: set[str] = owner.__dict__.get(_HOOK_NAMES, set())
+    hooks: set[str] = owner.__dict__.get(_HOOKS_ATTRIBUTE, set())
     if name not in hooks:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrap(original)))
-        setattr(owner, _HOOK_NAMES, hooks | {name})
+        setattr(owner, _HOOKS_ATTRIBUTE, hooks | {name})
 
 
 class _EngineLogHandler(logging.Handler):

@@ -34,7 +34,7 @@ from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
-OWN_NAME: Final = "kvevents"
+REGISTERED_NAME: Final = "kvevents"
 """Name that selects the publisher of kvevents in `--kv-events-config`, as `zmq` does if the plugin is turned on."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
@@ -60,7 +60,7 @@ def register() -> None:
 
     Repeated calls do nothing. An exception is raised only if keys are configured and SGLang would publish unencrypted.
     """
-    replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, OWN_NAME)
+    replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, REGISTERED_NAME)
 
 
 class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):

@@ -52,7 +52,7 @@ class ExportSummary:
     """Total size of the files in bytes."""
     seconds: float
     counts: dict[str, int]
-    """Sum over all workers of each counter in `COUNTERS`; number of `malformed` messages and of `unplaced` replayed batches."""
+    """Sum over all workers of each of `COUNTER_COLUMNS`; number of `malformed` messages and of `unplaced` replayed batches."""
     reject_reasons: dict[str, int]
     """Number of events that could not be decoded, by reason."""
     truncated: list[str] = field(default_factory=list)
@@ -118,11 +118,11 @@ class _Worker:
         self.counts["duplicates"] = stream.duplicates
         self.counts.update(self.cache.counts)
         about = (self.number, self.recording, stream.source, stream.rank or 0, stream.endpoint)
-        counts = (len(self.incarnations), self.batches, *(self.counts[name] for name in COUNTERS))
+        counts = (len(self.incarnations), self.batches, *(self.counts[name] for name in COUNTER_COLUMNS))
         return (*about, *counts, self.first_at, self.last_at)
 
 
-COUNTERS: Final = tuple(column.name for column in WORKERS.columns[7:-2])
+COUNTER_COLUMNS: Final = tuple(column.name for column in WORKERS.columns[7:-2])
 """Names of those columns of `workers` that are counters."""
 
 
@@ -192,7 +192,7 @@ class _Export:
         except OSError as error:
             raise RecordingError(f"cannot write to {self._folder}: {error.strerror or error}") from error
         for worker in self._workers:
-            self._totals.update({name: worker.counts[name] for name in COUNTERS})
+            self._totals.update({name: worker.counts[name] for name in COUNTER_COLUMNS})
         rows = {name: writer.rows for name, writer in self._writers.items()}
         seconds = time.monotonic() - self._start
         return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncations)

@@ -15,7 +15,7 @@ from kvevents.wire.encode import scope_of
 
 I64_END: Final = 1 << 63
 
-UNKEYED: Final = {
+UNKEYED_REASONS: Final = {
     "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
     "no-tokens": "stored without tokens, and no resident block with a key has its hash",
     "length-mismatch": "the numbers of hashes and tokens do not match",

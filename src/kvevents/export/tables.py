@@ -18,9 +18,9 @@ from kvevents.errors import ConfigError, RecordingError
 from kvevents.recording.files import StrPath
 from kvevents.settings import Positive, Settings, suggestion
 
-_FOLDER: Final = Path(__file__).parent / "queries"
+_QUERY_FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
-_SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
+_DUCKDB_SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
@@ -51,7 +51,7 @@ class QueryResult:
 @cache
 def queries() -> dict[str, Query]:
     """Return the built-in queries by name."""
-    return {file.stem: Query(file.stem, file.read_text()) for file in sorted(_FOLDER.glob(f"*{_SUFFIX}"))}
+    return {file.stem: Query(file.stem, file.read_text()) for file in sorted(_QUERY_FOLDER.glob(f"*{_SUFFIX}"))}
 
 
 def find_query(name: str) -> Query:
@@ -81,7 +81,7 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
         raise ConfigError(
             f"{folder} does not contain an export: {', '.join(missing_files)} missing; write one with `kvevents export`"
         )
-    with duckdb.connect(":memory:", config=_SETTINGS) as database:
+    with duckdb.connect(":memory:", config=_DUCKDB_SETTINGS) as database:
         try:
             for table in TABLES:
                 database.read_parquet(escape(str(folder / table.file))).create_view(table.name)
@@ -144,23 +144,23 @@ class Table(NamedTuple):
         return pa.schema([*fields, *token_ids])
 
 
-_WORKER: Final = Column("worker", "int32", "number of the worker, in the table `workers`")
-_INCARNATION: Final = Column("incarnation", "int32", "incarnation of the worker, from 0; a restart begins the next")
-_BLOCK: Final = (
+_WORKER_COLUMN: Final = Column("worker", "int32", "number of the worker, in the table `workers`")
+_INCARNATION_COLUMN: Final = Column("incarnation", "int32", "incarnation of the worker, from 0; a restart begins the next")
+_BLOCK_COLUMNS: Final = (
     Column("block_hash", "uint64", "the engine's hash, opaque, of this worker and incarnation only", True),
     Column("parent_hash", "uint64", "hash of its parent; null for a root", True),
     Column("block_key", "uint64", "key of the block with its whole prefix, equal across workers; null if unknown", True),
     Column("depth", "int32", "blocks from the root, including this one; null if unknown", True),
     Column("tokens", "int64", "tokens of the block; null if unknown", True),
 )
-_PLACEMENT: Final = (
+_PLACEMENT_COLUMNS: Final = (
     Column("tier", "string", "`gpu`, `cpu`, `disk`, or an unknown medium in upper case", True),
     Column("medium", "string", "the medium as the engine sends it; null if it sends none", True),
     Column("kv_group", "int64", "KV cache group of a hybrid model; 0 if the engine sends none", True),
     Column("locality", "string", "LOCAL or REMOTE, relative to the worker", True),
     Column("ownership", "string", "name of a secondary offloading tier", True),
 )
-_NAMESPACE: Final = (
+_NAMESPACE_COLUMNS: Final = (
     Column("lora", "string", "name of the LoRA adapter, or its number", True),
     Column("salt", "string", "digest of the cache salt, comparable within one export only", True),
 )
@@ -169,7 +169,7 @@ WORKERS: Final = Table(
     "workers",
     "one row per worker: one data-parallel rank of one engine in one recording",
     (
-        _WORKER,
+        _WORKER_COLUMN,
         Column("recording", "string", "name of the recording's file"),
         Column("source", "string", "name of the engine, or of the run if the recording has none"),
         Column("rank", "int64", "data-parallel rank"),
@@ -192,8 +192,8 @@ BATCHES: Final = Table(
     "batches",
     "one row per batch, in the order of sequence numbers",
     (
-        _WORKER,
-        _INCARNATION,
+        _WORKER_COLUMN,
+        _INCARNATION_COLUMN,
         Column("seq", "int64", "sequence number of the batch"),
         Column("run", "string", "run in the recording"),
         Column("topic", "string", "topic; a replayed batch can have that of the newest live one"),
@@ -212,17 +212,17 @@ EVENTS: Final = Table(
     "events",
     "one row per event and block, in order; an event without a block has one row",
     (
-        _WORKER,
-        _INCARNATION,
+        _WORKER_COLUMN,
+        _INCARNATION_COLUMN,
         Column("seq", "int64", "sequence number of the batch"),
         Column("position", "int32", "position of the event in the batch, from 0"),
         Column("block", "int32", "position of the block in the event, from 0"),
         Column("step", "int64", "number of this row among those of the worker, across incarnations: a time without a clock"),
         Column("happened_at", "double", "`ts` of the batch, or `recorded_at` if it has none", True),
         Column("kind", "string", "`stored`, `removed` or `cleared`"),
-        *_BLOCK,
-        *_PLACEMENT,
-        *_NAMESPACE,
+        *_BLOCK_COLUMNS,
+        *_PLACEMENT_COLUMNS,
+        *_NAMESPACE_COLUMNS,
         Column("held", "bool", "whether the worker held the block in this placement before the event"),
         Column("unkeyed", "string", "why a stored block has no key", True),
     ),
@@ -232,11 +232,11 @@ LIFETIMES: Final = Table(
     "lifetimes",
     "one row per residency of a block in one placement (tier, group, locality, ownership), in the order of their ends",
     (
-        _WORKER,
-        _INCARNATION,
-        *_BLOCK,
-        *_PLACEMENT,
-        *_NAMESPACE,
+        _WORKER_COLUMN,
+        _INCARNATION_COLUMN,
+        *_BLOCK_COLUMNS,
+        *_PLACEMENT_COLUMNS,
+        *_NAMESPACE_COLUMNS,
         Column("copies", "int64", "largest number of copies; each occupies its own memory"),
         Column("stored_step", "int64", "`step` of the row in `events` that stored it"),
         Column("stored_at", "double", "time of its batch, seconds since the epoch", True),

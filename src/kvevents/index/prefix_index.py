@@ -129,7 +129,7 @@ class WorkerInfo(Counters, frozen=True):
     """Block sizes in tokens in the current incarnation; several if KV cache groups differ in size or cache parts of blocks."""
     estimate: str | None
     """Why matches of this worker can differ from those of the engine even if the index has all of the engine's events: a key of
-    `ESTIMATES`. None if the matches cannot differ."""
+    `ESTIMATE_TEXTS`. None if the matches cannot differ."""
     attested: bool | None
     """Whether the worker's blocks were those of the engine's own cache at the last attestation; None before the incarnation's
     first attestation. Only a publisher inside the engine sends attestations."""
@@ -166,7 +166,7 @@ MAX_PAYLOAD_EXPANSION: Final = 100
 then stored. Blocks of one token in arrays of one-byte integers need about 30 bytes, many small events in rare forms about 80
 bytes."""
 
-ESTIMATES: Final = {
+ESTIMATE_TEXTS: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
     "their rank is unknown or another stream's",
     "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
@@ -183,7 +183,7 @@ _LOOKUP_ESTIMATES: Final = frozenset({"unknown-kind", "unknown-hashing", "severa
 
 def describe_estimate(code: str, count: int) -> str:
     """Return the explanation of an estimate; an empty text if `code` is empty."""
-    return f"its matches are estimates, since {ESTIMATES[code].format(count=count)}" if code else ""
+    return f"its matches are estimates, since {ESTIMATE_TEXTS[code].format(count=count)}" if code else ""
 
 
 _APPLIED_RESULT: Final = ApplyResult("applied")

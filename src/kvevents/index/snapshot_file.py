@@ -34,7 +34,7 @@ def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> N
     """See `PrefixIndex.snapshot`."""
     if isinstance(file, str | os.PathLike):
         with _as_snapshot_error("write", os.fspath(file), _WRITE_HINT):
-            _write(index, Path(os.path.realpath(file)), workers)
+            _write_file(index, Path(os.path.realpath(file)), workers)
         return
     # The index locks each stream during its writing, so the index must not wait for a slow file object.
     with _as_snapshot_error("write", _name_of(file), _RETRY_HINT), TemporaryDirectory(prefix="kvevents-") as folder:
@@ -86,7 +86,7 @@ def _as_snapshot_error(verb: str, name: str, advice: str) -> Iterator[None]:
         raise SnapshotError(f"cannot {verb} the snapshot {name}: {reason_of(error)}; {advice}") from error
 
 
-def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
+def _write_file(index: NativeIndex, path: Path, workers: Workers | None) -> None:
     """Write to a temporary file beside `path`, and rename the file when its content is on the disk."""
     is_replacement = path.exists()
     if is_replacement and not path.is_file():

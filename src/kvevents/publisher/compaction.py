@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from kvevents.events import (
-    MAX_HEARTBEAT,
+    MAX_HEARTBEAT_SECONDS,
     MEDIUM_ALL,
     AllBlocksCleared,
     BlockRemoved,
@@ -214,7 +214,7 @@ _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
 """Encodes events of a rank as a batch."""
 _Group = tuple[int | None, list[KVEvent]]
 """The rank and the events of a part, or of a piece."""
-_CLEARS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
+_CLEAR_EVENTS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
 """The first events of a snapshot. The second clear empties lower tiers, which the first one might leave unchanged."""
 _EVENT_TYPES: Final = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
@@ -235,7 +235,7 @@ def encode_snapshot(
 
     stated, *other_ranks = dict.fromkeys(map(rank_of, pieces))
     rank = None if other_ranks else rank if stated is None else stated
-    groups: Iterator[_Group] = chain([(rank, [*_CLEARS])], (_decode_piece(piece, rank) for piece in pieces))
+    groups: Iterator[_Group] = chain([(rank, [*_CLEAR_EVENTS])], (_decode_piece(piece, rank) for piece in pieces))
     if not other_ranks and 2 * sum(map(len, pieces)) <= limit:  # no dialect needs more than twice the bytes of the pieces
         groups = iter([(rank, [event for _, events in groups for event in events])])
     else:
@@ -255,7 +255,7 @@ def _decode_piece(piece: bytes, rank: int | None) -> _Group:
 def _group_pieces(pieces: Iterator[_Group], encode_events: _EncodeEvents, limit: int) -> Iterator[_Group]:
     """Yield groups of pieces that each fill a part of one rank."""
     rank, group = next(pieces)
-    longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
+    longest = Heartbeat("0" * 32, MAX_HEARTBEAT_SECONDS, "DEGRADED", _NOT_LAST_PART, 1 << 63)
     part_overhead = len(encode_events(rank, [BlockRemoved([], heartbeat=longest)]))
     size = part_overhead + len(encode_events(rank, group))
     for piece_rank, events in pieces:
@@ -275,7 +275,7 @@ def _make_parts(groups: Iterator[_Group], encode_events: _EncodeEvents, max_part
 
     def encode_part(rank: int | None, group: list[KVEvent], trust: str, reason: str = "") -> bytes:
         tracker.apply([(len(parts), encode_events(rank, group))])
-        heartbeat = Heartbeat(tracker.digest(), MAX_HEARTBEAT, trust, reason, incarnation)
+        heartbeat = Heartbeat(tracker.digest(), MAX_HEARTBEAT_SECONDS, trust, reason, incarnation)
         return encode_events(rank, [*group, BlockRemoved([], heartbeat=heartbeat)])
 
     last = next(groups)

@@ -35,9 +35,9 @@ _EVENT_AFFINITY: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of a context that the server has created."""
 _REPLY_AFFINITY: Final = 2
 """ZMQ_AFFINITY of the replay socket: the second I/O thread."""
-_POLL_BUDGET: Final = 0.02
+_MAX_POLL_SECONDS: Final = 0.02
 """Maximum number of seconds for which one `poll` reads subscriptions."""
-_RECEIVE_LIMIT: Final = 2
+_MAX_PIPE_SUBSCRIPTIONS: Final = 2
 """Maximum number of subscriptions of one peer in its pipe (ZMQ_RCVHWM). Each libzmq call moves the whole pipe into an unlimited
 queue. If the pipe were larger, a peer could fill that queue faster than `poll` empties it."""
 _SUBSCRIPTION_CHANGES: Final = {b"\1": 1, b"\0": -1}
@@ -62,7 +62,7 @@ class EventSocket:
         """Number of subscriptions as of the last `poll`; a consumer with two topics counts twice."""
         # Subscribers see no difference from PUB; XPUB also reports their subscriptions to us.
         with open_socket(context, zmq.XPUB, security, endpoint) as socket:
-            socket.sndhwm, socket.rcvhwm = hwm, _RECEIVE_LIMIT
+            socket.sndhwm, socket.rcvhwm = hwm, _MAX_PIPE_SUBSCRIPTIONS
             socket.affinity = affinity
             socket.xpub_verboser = True
             self._reconnector = None if is_bound else Reconnector(socket, endpoint, "event", reconnect_delay)
@@ -95,7 +95,7 @@ class EventSocket:
         """Read subscriptions, and reconnect if a reconnect is due. Call this several times per second."""
         if self._reconnector is not None:
             self._reconnector.poll(monotonic())
-        deadline = monotonic() + _POLL_BUDGET
+        deadline = monotonic() + _MAX_POLL_SECONDS
         with suppress(zmq.Again):
             while monotonic() < deadline:
                 first = self._socket.recv(zmq.DONTWAIT)[:1]

@@ -21,7 +21,7 @@ from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import ForwardedBatch
-from kvevents.relay.journal_recovery import Recovered
+from kvevents.relay.journal_recovery import RecoveredJournal
 from kvevents.relay.output_sequencer import (
     OWN_UPSTREAM,
     RETRACTION_OFFSET,
@@ -247,14 +247,14 @@ def _incarnation_after(previous: int | None) -> int:
 class _DecodedJournal(NamedTuple):
     """A journal from which the relay can continue."""
 
-    recovered: Recovered
+    recovered: RecoveredJournal
     checkpoint: RelayCheckpoint
     parts: list[bytes]
     """Payloads of the snapshot that recreate the live blocks."""
     ownership: list[Ownership]
 
 
-def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJournal | str:
+def _decode_journal(settings: RelaySettings, recovered: RecoveredJournal) -> _DecodedJournal | str:
     if recovered.incomplete_reason or recovered.incarnation is None:
         return recovered.incomplete_reason or "the journal is new"
     try:

@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.errors import JournalError, reason_of
 from kvevents.relay import journal_format
-from kvevents.relay.journal_disk import TEMPORARY, Disk, Folder
+from kvevents.relay.journal_disk import TEMPORARY_SUFFIX, Disk, Folder
 from kvevents.relay.journal_format import (
     Batches,
     EndState,
@@ -46,7 +46,7 @@ from kvevents.relay.journal_format import (
     generation_of,
     write_snapshot,
 )
-from kvevents.relay.journal_recovery import Recovered, recover
+from kvevents.relay.journal_recovery import RecoveredJournal, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 """`new` before `begin`; `disk` if the files have all sent batches; `memory` if the disk fails and no batch is recorded."""
@@ -54,7 +54,7 @@ JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 MIB: Final = 1 << 20
 _RECOVERABLE_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """Errors that can disappear without action. If opening the folder raises any other error, an operator must correct it."""
-_PROBE: Final = f"probe{TEMPORARY}"
+_PROBE_NAME: Final = f"probe{TEMPORARY_SUFFIX}"
 _UNMARKED_ADVICE: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
 _DELETED_ERROR: Final = OSError(errno.ENOENT, "its files were deleted or moved")
 
@@ -155,10 +155,10 @@ class Journal:
 
     # --- start
 
-    def recover(self) -> Recovered:
+    def recover(self) -> RecoveredJournal:
         """Read the files, without writing. Raises `JournalError` only for files of a later release."""
         if self._folder is None:
-            return Recovered(incomplete_reason=f"{self.path} cannot be used now: {self._open_error}")
+            return RecoveredJournal(incomplete_reason=f"{self.path} cannot be used now: {self._open_error}")
         return recover(self._folder, self._disk.boot_id())
 
     def begin(self, incarnation: int) -> None:
@@ -166,7 +166,7 @@ class Journal:
         self._incarnation = incarnation
         self._start(())
 
-    def resume(self, recovered: Recovered) -> None:
+    def resume(self, recovered: RecoveredJournal) -> None:
         """Continue after the recovered records, which must be complete."""
         assert recovered.incarnation is not None  # noqa: S101 - complete records have an incarnation
         self._incarnation = recovered.incarnation
@@ -182,14 +182,14 @@ class Journal:
                 raise self._open_error or _DELETED_ERROR
             names = self._folder.names()
             self._generation = _newest_generation(names)
-            self._log = log = self._new_log(journal_format.OPEN)
+            self._log = log = self._new_log(journal_format.OPEN_STATE)
             # The new log is synced first: after a power failure, the previous log must be known to have a successor.
             self._disk.sync(log.fd)
             self._disk.sync(self._folder.fd)
             if continued_names:
-                self._set_state(continued_names[-1], journal_format.CONTINUED)
+                self._set_state(continued_names[-1], journal_format.CONTINUED_STATE)
             for name in names:
-                if name not in continued_names and (generation_of(name) is not None or name == _PROBE):
+                if name not in continued_names and (generation_of(name) is not None or name == _PROBE_NAME):
                     with suppress(OSError):  # recovery ignores a file of an earlier incarnation
                         self._disk.remove(name, self._folder.fd)
         except OSError as error:
@@ -268,7 +268,7 @@ class Journal:
         ended_log = self._log
         try:
             # In state "memory", the files lack batches from before the new log until the snapshot is complete.
-            log = self._new_log(journal_format.OPEN if self.state == "disk" else journal_format.BROKEN, ended_log)
+            log = self._new_log(journal_format.OPEN_STATE if self.state == "disk" else journal_format.BROKEN_STATE, ended_log)
         except OSError as error:
             self._stop_recording(error)
             return False
@@ -308,7 +308,7 @@ class Journal:
         self._snapshots += 1
         if self.state == "memory":
             try:
-                write.log.set_state(journal_format.OPEN)
+                write.log.set_state(journal_format.OPEN_STATE)
             except OSError as failure:
                 self._stop_recording(failure)
                 return
@@ -334,12 +334,12 @@ class Journal:
         if self.state == "closed":
             return True
         until = time.monotonic() + self.limits.close_timeout
-        is_done = self._snapshot_write is None or _wait(self._snapshot_write.result, until)
+        is_done = self._snapshot_write is None or _wait_for_task(self._snapshot_write.result, until)
         self._check_snapshot()
         log, self._log = self._log, None
         is_recorded = False
         if self.state == "disk" and log is not None:
-            is_done &= _wait(self._in_background(lambda: self._close_log(log)), until)
+            is_done &= _wait_for_task(self._in_background(lambda: self._close_log(log)), until)
             is_recorded = is_done
         self.state = "closed"
         if self._folder is not None and is_done:  # while a thread might still write, the folder must stay locked
@@ -369,11 +369,11 @@ class Journal:
         assert self._folder is not None  # noqa: S101 - callers check that the folder is open
         self._generation += 1
         header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
-        log = FileWriter(self._disk, self._folder, header.name + TEMPORARY, header)
+        log = FileWriter(self._disk, self._folder, header.name + TEMPORARY_SUFFIX, header)
         try:
-            self._disk.rename(header.name + TEMPORARY, header.name, self._folder.fd)
+            self._disk.rename(header.name + TEMPORARY_SUFFIX, header.name, self._folder.fd)
             if previous is not None:
-                self._set_state(previous.header.name, journal_format.CONTINUED)
+                self._set_state(previous.header.name, journal_format.CONTINUED_STATE)
         except BaseException:
             log.discard()
             raise
@@ -384,7 +384,7 @@ class Journal:
         assert self._folder is not None  # noqa: S101 - callers check that the folder is open
         file = self._disk.open(name, self._folder.fd)
         try:
-            self._disk.overwrite(file, journal_format.STATE_AT, state)
+            self._disk.overwrite(file, journal_format.STATE_OFFSET, state)
         except BaseException:
             os.close(file)
             raise
@@ -398,7 +398,7 @@ class Journal:
         self._in_background(sync)
 
     def _close_log(self, log: FileWriter) -> None:
-        log.set_state(journal_format.CLOSED)
+        log.set_state(journal_format.CLOSED_STATE)
         self._disk.sync(log.fd)
         log.close()
 
@@ -420,7 +420,7 @@ class Journal:
             names = [name for name in self._folder.names() if name.endswith(journal_format.SUFFIXES[journal_format.LOG])]
             for name in names:
                 try:
-                    self._set_state(name, journal_format.BROKEN)
+                    self._set_state(name, journal_format.BROKEN_STATE)
                 except OSError:
                     self._disk.remove(name, self._folder.fd)
         except OSError:
@@ -445,12 +445,12 @@ class Journal:
                 self._folder = folder
                 self._generation = max(self._generation, _newest_generation(folder.names()))
             self._is_marked = self._mark_broken()
-            file = self._disk.create(_PROBE, self._folder.fd)
+            file = self._disk.create(_PROBE_NAME, self._folder.fd)
             try:
                 self._disk.write(file, (bytes(self.limits.probe_bytes),))
             finally:
                 os.close(file)
-                self._disk.remove(_PROBE, self._folder.fd)
+                self._disk.remove(_PROBE_NAME, self._folder.fd)
         except OSError as error:
             self._count_failure(error)
         else:
@@ -471,10 +471,10 @@ class Journal:
 
 
 def _newest_generation(names: Iterable[str]) -> int:
-    return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY)), default=0)
+    return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY_SUFFIX)), default=0)
 
 
-def _wait(result: Future[Any], deadline: float) -> bool:
+def _wait_for_task(result: Future[Any], deadline: float) -> bool:
     """Wait for a task; return whether it ended before `deadline` and without an error."""
     try:
         return result.exception(max(0.0, deadline - time.monotonic())) is None

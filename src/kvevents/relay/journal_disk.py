@@ -15,10 +15,10 @@ from typing import BinaryIO, Final
 
 from kvevents.errors import JournalError
 
-UNKNOWN_BOOT: Final = bytes(16)
-TEMPORARY: Final = ".tmp"
+UNKNOWN_BOOT_ID: Final = bytes(16)
+TEMPORARY_SUFFIX: Final = ".tmp"
 """Suffix of an incomplete file."""
-_PRIVATE_MODE: Final = 0o600
+_PRIVATE_FILE_MODE: Final = 0o600
 """Mode of the files: only the owner can read payloads, because they contain prompts."""
 
 
@@ -28,16 +28,16 @@ class Disk:
     boot_id_file = Path("/proc/sys/kernel/random/boot_id")
 
     def boot_id(self) -> bytes:
-        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system has no boot id."""
+        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT_ID` if the system has no boot id."""
         try:
             return bytes.fromhex(self.boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
         except (OSError, ValueError):
-            return UNKNOWN_BOOT
+            return UNKNOWN_BOOT_ID
 
     def create(self, name: str, folder: int) -> int:
         """Open an empty file for writing. An existing file of that name is emptied."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, _PRIVATE_MODE, dir_fd=folder)
+        return os.open(name, flags, _PRIVATE_FILE_MODE, dir_fd=folder)
 
     def open(self, name: str, folder: int) -> int:
         """Open an existing file for writing."""
@@ -109,7 +109,7 @@ class Folder:
             os.close(fd)
 
     def _acquire_lock(self) -> int:
-        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE_MODE, dir_fd=self.fd)
+        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE_FILE_MODE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(OSError):  # a full disk, where the lock works without the process id, which only a message needs

@@ -31,7 +31,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvevents.relay.journal_disk import TEMPORARY, UNKNOWN_BOOT, Disk, Folder
+from kvevents.relay.journal_disk import TEMPORARY_SUFFIX, UNKNOWN_BOOT_ID, Disk, Folder
 
 MAGIC: Final = b"kvejrnl\n"
 VERSION: Final = 2
@@ -39,10 +39,10 @@ LOG: Final = 0
 SNAPSHOT: Final = 1
 SUFFIXES: Final = {LOG: "log", SNAPSHOT: "snapshot"}
 """Suffixes of file names by kind."""
-OPEN: Final = b"\x55"
-CLOSED: Final = b"\xaa"
-CONTINUED: Final = b"\x33"
-BROKEN: Final = b"\x00"
+OPEN_STATE: Final = b"\x55"
+CLOSED_STATE: Final = b"\xaa"
+CONTINUED_STATE: Final = b"\x33"
+BROKEN_STATE: Final = b"\x00"
 
 _PROLOGUE: Final = struct.Struct("<8sHH")
 _HEADER: Final = struct.Struct("<8sHHBxQQQ16s")
@@ -51,9 +51,9 @@ _COMMITTED: Final = struct.Struct("<Q")
 _FRAME: Final = struct.Struct("<II")
 _LENGTH: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
-STATE_AT: Final = HEADER_BYTES
-COMMITTED_AT: Final = STATE_AT + 1
-FRAMES_AT: Final = COMMITTED_AT + _COMMITTED.size + _CRC.size
+STATE_OFFSET: Final = HEADER_BYTES
+COMMITTED_OFFSET: Final = STATE_OFFSET + 1
+FRAMES_OFFSET: Final = COMMITTED_OFFSET + _COMMITTED.size + _CRC.size
 
 Positions: TypeAlias = dict[int, tuple[int, int]]
 """Incarnation and newest sequence number (-1 before the first batch) by ordinal of the upstream."""
@@ -177,11 +177,11 @@ class Header(NamedTuple):
     """Incarnation of the relay."""
     first: int
     """Number of the next batch when the file was begun."""
-    boot: bytes = UNKNOWN_BOOT
+    boot: bytes = UNKNOWN_BOOT_ID
     """Id of the machine's boot during which the file was begun."""
     crc: int = 0
     """CRC-32 of the header, from which the CRC of the first frame continues."""
-    state: bytes = BROKEN
+    state: bytes = BROKEN_STATE
     committed: int = 0
     version: int = VERSION
 
@@ -199,10 +199,10 @@ class FileWriter:
         data = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *header[:4], disk.boot_id())
         self._check = crc32(data)
         self.header: Final = header
-        self.size = FRAMES_AT
+        self.size = FRAMES_OFFSET
         self.fd: Final = disk.create(name, folder.fd)
         try:
-            disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _encode_committed(FRAMES_AT)))
+            disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _encode_committed(FRAMES_OFFSET)))
         except BaseException:
             self.discard()
             raise
@@ -217,11 +217,11 @@ class FileWriter:
 
     def commit(self) -> None:
         """Commit all appended frames: write the new value of `committed`."""
-        self._disk.overwrite(self.fd, COMMITTED_AT, _encode_committed(self.size))
+        self._disk.overwrite(self.fd, COMMITTED_OFFSET, _encode_committed(self.size))
 
     def set_state(self, state: bytes) -> None:
         """Overwrite the state."""
-        self._disk.overwrite(self.fd, STATE_AT, state)
+        self._disk.overwrite(self.fd, STATE_OFFSET, state)
 
     def close(self) -> None:
         """Close the file."""
@@ -242,8 +242,8 @@ def _encode_committed(size: int) -> bytes:
 
 def read_header(file: BinaryIO) -> Header:
     """Read the header of a file; if the file is of a later release, read only the version. Raises `DamagedError`."""
-    data = file.read(FRAMES_AT)
-    if len(data) < FRAMES_AT or not data.startswith(MAGIC):
+    data = file.read(FRAMES_OFFSET)
+    if len(data) < FRAMES_OFFSET or not data.startswith(MAGIC):
         raise DamagedError("the file's header is missing")
     _, version, length = _PROLOGUE.unpack_from(data)
     header = (data + file.read(max(0, length - len(data))))[:length]
@@ -254,13 +254,13 @@ def read_header(file: BinaryIO) -> Header:
     if version != VERSION or length != HEADER_BYTES:
         raise DamagedError(f"it has version {version}")
     _, _, _, kind, generation, incarnation, first, boot = _HEADER.unpack_from(data)
-    committed = data[COMMITTED_AT:]
+    committed = data[COMMITTED_OFFSET:]
     (size,) = _COMMITTED.unpack_from(committed)
     if committed != _encode_committed(size):
         raise DamagedError("its length is invalid")
     if kind not in SUFFIXES:
         raise DamagedError("its kind is unknown")
-    check, state = crc32(data[: _HEADER.size]), data[STATE_AT:COMMITTED_AT]
+    check, state = crc32(data[: _HEADER.size]), data[STATE_OFFSET:COMMITTED_OFFSET]
     return Header(kind, generation, incarnation, first, boot, check, state, size)
 
 
@@ -268,8 +268,8 @@ def read_records(file: BinaryIO, header: Header) -> Iterator[JournalRecord]:
     """Read all committed records in order. Raises `DamagedError` at the first invalid record."""
     if os.fstat(file.fileno()).st_size < header.committed:
         raise DamagedError("the end of the file is missing")
-    file.seek(FRAMES_AT)
-    at, check = FRAMES_AT, header.crc
+    file.seek(FRAMES_OFFSET)
+    at, check = FRAMES_OFFSET, header.crc
     while at < header.committed:
         head = file.read(_FRAME.size)
         length = _LENGTH.unpack_from(head.ljust(_FRAME.size, b"\0"))[0]
@@ -329,13 +329,13 @@ def write_snapshot(
             disk.sync(ended_log.fd)
         finally:
             ended_log.close()
-    snapshot = FileWriter(disk, folder, header.name + TEMPORARY, header)
+    snapshot = FileWriter(disk, folder, header.name + TEMPORARY_SUFFIX, header)
     try:
         for record in records:
             snapshot.append(record)
         snapshot.commit()
         disk.sync(snapshot.fd)
-        disk.rename(header.name + TEMPORARY, header.name, folder.fd)
+        disk.rename(header.name + TEMPORARY_SUFFIX, header.name, folder.fd)
     except BaseException:
         snapshot.discard()
         raise
@@ -351,5 +351,5 @@ def write_snapshot(
 
 def generation_of(name: str) -> int | None:
     """Return the generation of a complete or incomplete file of a journal; None for any other file."""
-    stem, _, kind = name.removesuffix(TEMPORARY).partition(".")
+    stem, _, kind = name.removesuffix(TEMPORARY_SUFFIX).partition(".")
     return int(stem) if stem.isdecimal() and kind in SUFFIXES.values() else None

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from kvevents.errors import JournalError
 from kvevents.relay import journal_format
-from kvevents.relay.journal_disk import TEMPORARY, UNKNOWN_BOOT, Folder
+from kvevents.relay.journal_disk import TEMPORARY_SUFFIX, UNKNOWN_BOOT_ID, Folder
 from kvevents.relay.journal_format import Batches, DamagedError, ForwardedBatch, Header, JournalRecord, Origin, Positions
 
 
 @dataclass(slots=True, kw_only=True)
-class Recovered:
+class RecoveredJournal:
     """The contents of a journal. `parts` and `batches` read the files again: call them before appending."""
 
     folder: Folder | None = field(default=None, repr=False)
@@ -52,9 +52,9 @@ class Recovered:
                 raise JournalError(f"cannot read {path} again: {error}; choose another folder for the journal") from error
 
 
-def recover(folder: Folder, boot_id: bytes) -> Recovered:
+def recover(folder: Folder, boot_id: bytes) -> RecoveredJournal:
     """Read and verify all files. Raises `JournalError` only for files of a later release."""
-    recovered = Recovered(folder=folder)
+    recovered = RecoveredJournal(folder=folder)
     try:
         _find_files(recovered, folder)
         for header in recovered.headers:
@@ -68,12 +68,12 @@ def recover(folder: Folder, boot_id: bytes) -> Recovered:
     return recovered
 
 
-def _find_files(recovered: Recovered, folder: Folder) -> None:
+def _find_files(recovered: RecoveredJournal, folder: Folder) -> None:
     """Find the files to read. Raises `DamagedError` if any file is invalid."""
     damage = ""
     headers: list[Header] = []
     for name in sorted(folder.names()):
-        if journal_format.generation_of(name) is None or name.endswith(TEMPORARY):
+        if journal_format.generation_of(name) is None or name.endswith(TEMPORARY_SUFFIX):
             continue
         try:
             with folder.read(name) as file:
@@ -101,7 +101,7 @@ def _find_files(recovered: Recovered, folder: Folder) -> None:
         raise DamagedError(damage)
 
 
-def _read_file(recovered: Recovered, folder: Folder, header: Header) -> None:
+def _read_file(recovered: RecoveredJournal, folder: Folder, header: Header) -> None:
     try:
         if header.kind == journal_format.LOG:  # `first` of a snapshot is the number after its last batch
             _advance(recovered, header.first, 0)
@@ -114,7 +114,7 @@ def _read_file(recovered: Recovered, folder: Folder, header: Header) -> None:
         raise DamagedError(f"{header.name}: {error}") from error
 
 
-def _apply_record(recovered: Recovered, record: JournalRecord) -> None:
+def _apply_record(recovered: RecoveredJournal, record: JournalRecord) -> None:
     match record:
         case Batches():
             _advance(recovered, record.first, len(record.payloads))
@@ -137,22 +137,22 @@ def _apply_record(recovered: Recovered, record: JournalRecord) -> None:
             pass
 
 
-def _advance(recovered: Recovered, first: int, count: int) -> None:
+def _advance(recovered: RecoveredJournal, first: int, count: int) -> None:
     if first != recovered.next_number:
         raise DamagedError(f"batch {first} does not follow batch {recovered.next_number - 1}")
     recovered.next_number += count
 
 
-def _check_complete(recovered: Recovered, boot_id: bytes) -> None:
+def _check_complete(recovered: RecoveredJournal, boot_id: bytes) -> None:
     """Raise `DamagedError` if the files are valid but might lack batches that were sent."""
     logs = [log for log in recovered.headers if log.kind == journal_format.LOG]
     first, newest = recovered.headers[0].generation, logs[-1] if logs else None
     if newest is None or [log.generation for log in logs] != list(range(first, first + len(logs))):
         raise DamagedError("a log is missing")
-    if newest.state == journal_format.CONTINUED:
+    if newest.state == journal_format.CONTINUED_STATE:
         raise DamagedError(f"the log after {newest.name} is missing")
-    states = {journal_format.OPEN, journal_format.CLOSED, journal_format.CONTINUED}
+    states = {journal_format.OPEN_STATE, journal_format.CLOSED_STATE, journal_format.CONTINUED_STATE}
     if any(log.state not in states for log in logs):
         raise DamagedError("the disk failed to record the newest batches that were sent")
-    if newest.state == journal_format.OPEN and not newest.boot == boot_id != UNKNOWN_BOOT:
+    if newest.state == journal_format.OPEN_STATE and not newest.boot == boot_id != UNKNOWN_BOOT_ID:
         raise DamagedError("the machine was restarted, and the newest batches that were sent might not have reached the disk")

@@ -26,10 +26,10 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 # --- encoding: the dialect of the stream, and payloads that consumers accept
 
 UNKNOWN_FORM: Final = ""
-SAMPLED_PAYLOADS: Final = 64
+MAX_SAMPLED_PAYLOADS: Final = 64
 """Number of examined payloads of an upstream, enough to see unsigned hashes: half of these are above the signed range."""
 
-_FORMS: Final[dict[str, Dialect | None]] = {
+_DIALECTS_BY_FORM: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
     "map": DECLARED,
     "map signed": dialect_for("sglang"),
@@ -45,14 +45,14 @@ class DialectEncoder:
     """Encodes the relay's own batches for one stream. `encode` is thread-safe.
 
     If `is_fixed`, the encoder uses `dialect`, or the default encoding if `dialect` is None. Otherwise the relay forwards
-    payloads as received, and the encoder detects the form of the stream (`_FORMS`) from the payloads.
+    payloads as received, and the encoder detects the form of the stream (`_DIALECTS_BY_FORM`) from the payloads.
     """
 
     def __init__(
         self, dialect: Dialect | None, *, is_fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     ) -> None:
         self.form = UNKNOWN_FORM
-        """The detected form of the stream, a key of `_FORMS`. A checkpoint stores the form for the next process."""
+        """The detected form of the stream, a key of `_DIALECTS_BY_FORM`. A checkpoint stores the form for the next process."""
         self.max_payload: Final = max_payload
         """Maximum number of bytes of a payload that consumers accept."""
         self._is_fixed: Final = is_fixed
@@ -62,7 +62,7 @@ class DialectEncoder:
 
     def restore(self, form: str) -> None:
         """Use the form that an earlier process detected, unless the dialect is fixed."""
-        if not self._is_fixed and form in _FORMS:
+        if not self._is_fixed and form in _DIALECTS_BY_FORM:
             self._set_form(form)
 
     def observe(self, payloads: Sequence[bytes]) -> None:
@@ -70,12 +70,12 @@ class DialectEncoder:
         if self._is_fixed:
             return
         self._newest = payloads[-1]
-        for payload in payloads[: SAMPLED_PAYLOADS - self._examined]:
+        for payload in payloads[: MAX_SAMPLED_PAYLOADS - self._examined]:
             self._examined += 1
             self._examine_payload(payload)
 
     def observe_newest(self) -> None:
-        """Examine the newest observed payload, even if `SAMPLED_PAYLOADS` payloads have been examined."""
+        """Examine the newest observed payload, even if `MAX_SAMPLED_PAYLOADS` payloads have been examined."""
         newest, self._newest = self._newest, b""
         if newest:
             self._examine_payload(newest)
@@ -107,7 +107,7 @@ class DialectEncoder:
         self._set_form(f"{dialect.event_form} signed" if is_signed else dialect.event_form)
 
     def _set_form(self, form: str) -> None:
-        self.form, self._dialect = form, _FORMS[form]
+        self.form, self._dialect = form, _DIALECTS_BY_FORM[form]
 
 
 def encode_payloads(

@@ -62,7 +62,7 @@ from kvevents.subscriber.multiplexer import Transport
 
 log = logging.getLogger(__name__)
 
-_INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, which is not completely forwarded yet")
+_INCOMPLETE_TRUST: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, which is not completely forwarded yet")
 
 
 class Relay(Closeable):
@@ -304,7 +304,7 @@ class Relay(Closeable):
         """Send a heartbeat before batches that lower the trust, because without this heartbeat consumers would stay EXACT."""
         # After a reset or a gap, consumers hold less than the upstream until they have the whole snapshot that follows.
         is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
-        self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust())
+        self._heartbeats.send_if_lower(_INCOMPLETE_TRUST if is_incomplete else self._upstreams.trust())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
         """Forward deliveries in order; consecutive batches of one upstream are forwarded in one call."""
@@ -337,9 +337,9 @@ class Relay(Closeable):
         """Return the trust in the batches that were already sent, for a heartbeat before further received batches.
 
         Losses and findings of batches that are not sent yet lower this trust, because a heartbeat must not make consumers EXACT
-        too early. A received reset ends older degraded reasons, so trust is `_INCOMPLETE` until the reset is forwarded.
+        too early. A received reset ends older degraded reasons, so trust is `_INCOMPLETE_TRUST` until the reset is forwarded.
         """
-        return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
+        return _INCOMPLETE_TRUST if self._resets_ahead else self._upstreams.trust()
 
     def _forward_reset(self, ordinal: int, reset: Reset) -> None:
         self._is_maintenance_due = True

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from kvevents.prometheus import Probes, Table, families, serve, state_set
+from kvevents.prometheus import MetricTable, Probes, families, serve, state_set
 from kvevents.publisher.stats import HistoryStats, ReplayStats
 from kvevents.relay.journal import JournalState, JournalStats
 from kvevents.stream import Trust, TrustState
@@ -57,7 +57,7 @@ class RelayStatus:
 
 # --- metrics
 
-_METRICS: Final[Table[RelayStatus]] = {
+_METRICS: Final[MetricTable[RelayStatus]] = {
     "last_seq": (
         "Sequence number of the newest batch sent; absent before the first.",
         lambda s: s.last_seq if s.last_seq >= 0 else None,

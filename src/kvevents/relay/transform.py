@@ -175,7 +175,7 @@ class Transform:
             if not self.has_salted_prompts and any(map(_is_salted, events)):
                 self.has_salted_prompts = True
                 self._write_checkpoint()  # before the batch is sent, so that a resumed relay knows of the salt
-            events = [redact(event, partial(self._block_key, rank)) for event in events]
+            events = [redact_prompt(event, partial(self._block_key, rank)) for event in events]
         if events or (report.heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
         self._omits_blocks |= any(rejection.loses_events for rejection in rejected)
@@ -316,7 +316,7 @@ _HARMLESS_FIELDS: Final = PLACEMENT_FIELDS.union(
 _PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _HARMLESS_FIELDS - {"token_ids", "block_keys"})
 
 
-def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
+def redact_prompt(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
     """Replace the tokens of a store with the keys of its hashes, and remove all other fields that reveal a prompt."""
     if isinstance(event, BlockStored):
         # A store with neither tokens nor keys announces another copy of known blocks, and must not get keys. A store with keys

@@ -225,7 +225,7 @@ class UpstreamBlocks:
         for event in events:
             if not isinstance(event, AllBlocksCleared) and event.group_idx is None:
                 event = msgspec.structs.replace(event, group_idx=0)  # noqa: PLW2901 - the event with a group
-            shared_events += _APPLY[type(event)](self, event)
+            shared_events += _APPLY_BY_TYPE[type(event)](self, event)
         return shared_events
 
     def clear(self, **scope: Any) -> list[KVEvent]:
@@ -358,7 +358,7 @@ def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
     return sum(block_hash ^ term for block_hash in hashes)
 
 
-_APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]]] = {
+_APPLY_BY_TYPE: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]]] = {
     AllBlocksCleared: UpstreamBlocks._apply_clear,  # noqa: SLF001 - the table of this class
     BlockStored: UpstreamBlocks._apply_store,  # noqa: SLF001 - the table of this class
     BlockRemoved: UpstreamBlocks._apply_removal,  # noqa: SLF001 - the table of this class

@@ -29,7 +29,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
 from kvevents.index import IndexStats
-from kvevents.prometheus import Table, families, family, label_samples, registry, samples_by_label, state_set
+from kvevents.prometheus import MetricTable, families, family, label_samples, make_registry, samples_by_label, state_set
 from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS, Counts, HistogramCounts
 from kvevents.service.fleet.member import Member
 from kvevents.service.service import Service
@@ -51,7 +51,7 @@ _REJECT_REASONS: Final = dict.fromkeys(
 
 def exposition(service: Service) -> bytes:
     """Return the metrics of a service in Prometheus' text format."""
-    return generate_latest(registry(lambda: _collect(service)))
+    return generate_latest(make_registry(lambda: _collect(service)))
 
 
 def _collect(service: Service) -> Iterator[Metric]:
@@ -81,7 +81,7 @@ def _labels_of(member: Member) -> Labels:
     return {"engine": registration.instance, "rank": str(registration.rank), **scope}
 
 
-def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterator[Metric]:
+def _source_families(table: MetricTable[T], sources: list[tuple[Labels, T]]) -> Iterator[Metric]:
     for name, (text, read_value) in table.items():
         samples = [(labels | extra, value) for labels, source in sources for extra, value in label_samples(read_value(source))]
         yield family(f"kvevents_source_{name}", text, samples)
@@ -100,7 +100,7 @@ def _histogram_family(
 
 # --- sources -----------------------------------------------------------------------------------------------------------------
 
-_SOURCES: Final[Table[Member]] = {
+_SOURCES: Final[MetricTable[Member]] = {
     "state": ("1 for the current trust state, 0 for the others.", lambda m: state_set("state", STATES, m.trust_status.state)),
     "reason": (
         "1 for each reason why the source is not EXACT.",
@@ -111,7 +111,7 @@ _SOURCES: Final[Table[Member]] = {
         lambda m: samples_by_label("tier", dict.fromkeys(m.registration.stores_only, 1)),
     ),
 }
-_WORKERS: Final[Table[Member]] = {
+_WORKERS: Final[MetricTable[Member]] = {
     "blocks": ("Distinct blocks that the index holds for the source.", lambda m: m.blocks),
     "orphan_blocks": ("Blocks that wait for their parent.", lambda m: m.info.orphans if m.info else 0),
     "uncertain_blocks": (
@@ -139,7 +139,7 @@ _WORKERS: Final[Table[Member]] = {
     ),
     "evicted_blocks_total": ("Blocks of the source refused at the memory limit.", lambda m: m.info.evicted if m.info else None),
 }
-_STREAMS: Final[Table[StreamCounters]] = {
+_STREAMS: Final[MetricTable[StreamCounters]] = {
     "batches_total": ("Batches delivered to the index.", lambda c: c.delivered),
     "replayed_batches_total": ("Delivered batches that arrived by replay.", lambda c: c.replayed),
     "lost_batches_total": ("Batches that were never received and can no longer be replayed.", lambda c: c.lost),
@@ -185,7 +185,7 @@ class _Scrape(NamedTuple):
     counts: Counts
 
 
-_SERVICE: Final[Table[_Scrape]] = {
+_SERVICE: Final[MetricTable[_Scrape]] = {
     "sources": (
         "Sources by trust state.",
         lambda s: samples_by_label("state", {name: s.stats.sources.get(name, 0) for name in STATES}),

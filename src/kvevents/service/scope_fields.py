@@ -14,7 +14,7 @@ from typing import Any, Final
 from msgspec import UNSET
 
 from kvevents.client.schemas import DEFAULT_GROUP, SCOPE_NAMES
-from kvevents.package_metadata import documented
+from kvevents.package_metadata import page_link
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
 from kvevents.service.fleet.registration import Key, Scope
 
@@ -73,7 +73,7 @@ def model_of(request: Any) -> str:
     """Return the name of the model. Raises `ServiceError` if it is missing."""
     model = pick(request, MODEL)
     if not model:
-        hint = f"for its names see {documented('guides/service#scope-and-namespace')}"
+        hint = f"for its names see {page_link('guides/service#scope-and-namespace')}"
         raise ServiceError("model_name (or model) is missing", "missing-model", hint, status=422)
     return model
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from kvevents.diagnosis.handshake import MAJOR_AT, MECHANISM, SIGNATURE
+from kvevents.diagnosis.handshake import MAJOR_OFFSET, MECHANISM_SLICE, SIGNATURE_BYTE
 
 MORE: Final = 0x01
 """Flag of a frame: more frames of the message follow."""
@@ -85,11 +85,11 @@ class ZmtpSplitter:
     def _is_null_greeting(self) -> bool:
         """Return whether the received part of the greeting is consistent with ZMTP 3 and the NULL mechanism."""
         greeting = self._greeting
-        if greeting and greeting[0] != SIGNATURE:
+        if greeting and greeting[0] != SIGNATURE_BYTE:
             return False
-        if len(greeting) > MAJOR_AT and greeting[MAJOR_AT] < 3:
+        if len(greeting) > MAJOR_OFFSET and greeting[MAJOR_OFFSET] < 3:
             return False
-        return len(greeting) < MECHANISM.stop or bytes(greeting[MECHANISM]) == b"NULL".ljust(20, b"\0")
+        return len(greeting) < MECHANISM_SLICE.stop or bytes(greeting[MECHANISM_SLICE]) == b"NULL".ljust(20, b"\0")
 
     def _segments(self) -> Iterator[Segment]:
         while (frame := self._next_frame()) is not None:

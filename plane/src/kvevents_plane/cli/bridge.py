@@ -26,7 +26,7 @@ from kvevents.cli.settings_parser import (
     read_sources,
 )
 from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
-from kvevents.prometheus import Probes, Samples, Table, families, samples_by_label, serve
+from kvevents.prometheus import MetricTable, Probes, Samples, families, samples_by_label, serve
 from kvevents.prometheus import check_address as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
@@ -304,7 +304,7 @@ def _samples_by_partition(read: Callable[[PartitionWriter], float]) -> Callable[
     return lambda process: [({"partition": str(each.partition)}, read(each)) for each in process.bridge.partitions]
 
 
-_METRICS: Final[Table[BridgeProcess]] = {
+_METRICS: Final[MetricTable[BridgeProcess]] = {
     "connected": ("1 while the bridge is connected to a NATS server.", lambda p: p.bridge.is_connected),
     "name_shared": ("1 while another process uses the bridge's name.", lambda p: bool(p.bridge.name_conflict)),
     "network_failure_suspected": (

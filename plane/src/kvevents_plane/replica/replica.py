@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.prometheus import Samples, Table, families, samples_by_label
+from kvevents.prometheus import MetricTable, Samples, families, samples_by_label
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Checkpoint
@@ -237,7 +237,7 @@ class Replica:
 
 # --- metrics, of which the only label is `partition`
 
-_REPLICA: Final[Table[Replica]] = {
+_REPLICA: Final[MetricTable[Replica]] = {
     "synced": ("1 while all partitions of the log were read to their ends.", lambda r: r.is_complete),
     "readable": ("1 while the replica can read the log.", lambda r: not r.fault),
     "snapshot_failed": ("1 while the replica's last attempt to take a snapshot failed.", lambda r: bool(r.snapshotter.fault)),
@@ -259,7 +259,7 @@ def _samples_by_partition(read: Callable[[PartitionProgress], float | None]) -> 
     )
 
 
-_BUILD: Final[Table[IndexBuild]] = {
+_BUILD: Final[MetricTable[IndexBuild]] = {
     "invalid_records_total": (
         "Records and messages in the log that no bridge writes; stays at 0.",
         _sum_partitions(lambda s: s.invalid_records + s.foreign_messages),

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kvevents.client.schemas import EngineId, RegisterRequest, ScopeFields, UnregisterRequest
 from kvevents.errors import ConfigError
-from kvevents.package_metadata import documented
+from kvevents.package_metadata import page_link
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import EngineQueryError, Template, check_endpoint, check_load
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, UnavailableError
@@ -33,7 +33,7 @@ MAX_WARNINGS: Final = 8
 
 
 def _fields_hint() -> str:
-    return f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
+    return f"for the fields of both APIs see {page_link('guides/service#dynamos-and-mooncakes-api')}"
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ def _make_registration(body: RegisterRequest) -> Registration:
         if replay_endpoint is not None:
             check_endpoint("replay_endpoint", replay_endpoint)
     except ConfigError as error:
-        raise RefusedError(str(error), "bad-endpoint", f"see {documented('guides/service#engines')}") from error
+        raise RefusedError(str(error), "bad-endpoint", f"see {page_link('guides/service#engines')}") from error
     if body.load:
         check_load(body.load)
     return Registration(
