@@ -16,19 +16,11 @@ from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import check_directory
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.values import positive_int, service_url, whole_number
+from kvevents.conform import scenario as steps
 from kvevents.conform.indexer import Indexer, MooncakeIndexer, RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
 from kvevents.conform.router_target import command_router, vllm_router
-from kvevents.conform.scenario import (
-    GROUPS,
-    AnyScenario,
-    PublisherScenario,
-    Scenario,
-    read_scenario,
-    shipped_scenarios,
-    to_dialect,
-)
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict, make_run, to_json, to_junit
 from kvevents.errors import ConfigError
@@ -135,27 +127,27 @@ def run(args: Namespace) -> int:
     return ExitCode.FAILED if outcome.has_failed(args.max_needless) and not args.exit_zero else ExitCode.OK
 
 
-def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
+def _play_functions(scenarios: Iterable[steps.AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
     """Return a function that plays the scenario, for each scenario that the driver can play."""
     if isinstance(driver, PublisherDriver):
-        return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
-    return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
+        return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, steps.PublisherScenario)]
+    return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, steps.Scenario)]
 
 
-def _choose_scenarios(args: Namespace) -> Sequence[AnyScenario]:
+def _choose_scenarios(args: Namespace) -> Sequence[steps.AnyScenario]:
     if args.scenarios is None:
-        known = list(shipped_scenarios())
+        known = list(steps.shipped_scenarios())
     else:
         paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
         if not paths:
             raise ConfigError(f"{args.scenarios} contains no scenario: expected files *.json")
-        known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
+        known = [steps.read_scenario(path.read_bytes(), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
         own = f"dialect-{args.dialect.name.replace('@', '-')}"
-        release = next(each for each in shipped_scenarios() if each.name == own and isinstance(each, Scenario))
-        readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
-        chosen = list[AnyScenario](found for each in readers if (found := to_dialect(each, release)) is not None)
+        release = next(each for each in steps.shipped_scenarios() if each.name == own and isinstance(each, steps.Scenario))
+        readers = [each for each in chosen if isinstance(each, steps.Scenario) and each.group != "dialects"]
+        chosen = list[steps.AnyScenario](found for each in readers if (found := steps.to_dialect(each, release)) is not None)
     if not chosen:
         filters = [*(f"--only {text}" for text in args.only), *([f"--dialect {args.dialect}"] if args.dialect else [])]
         raise ConfigError(f"no scenario fits {' '.join(filters)}; --list prints all scenarios")
@@ -183,7 +175,7 @@ def _make_driver(args: Namespace) -> AnyDriver:
 
 def _print_result(console: Console, result: Result, *, is_first: bool) -> None:
     if is_first:
-        console.line(Span(GROUPS[result.group], "bold"))
+        console.line(Span(steps.GROUPS[result.group], "bold"))
     console.line("  ", Span(f"{result.verdict:<{_WIDTH}}", _VERDICT_STYLES[result.verdict]), f"  {result.name}: {result.title}")
     if result.detail:
         console.line(" " * (_WIDTH + 4), Span(result.detail, "dim"))

@@ -107,11 +107,10 @@ def _event_totals(events: Sequence[KVEvent]) -> str:
     stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
     removed = sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
-    cleared = any(isinstance(event, AllBlocksCleared) for event in events)
     parts = [
         f"+{plural(stored, 'block')} with {plural(tokens, 'token')}" if stored or tokens else "",
         f"-{plural(removed, 'block')}" if removed else "",
-        "ALL BLOCKS CLEARED" if cleared else "",
+        "ALL BLOCKS CLEARED" if any(isinstance(event, AllBlocksCleared) for event in events) else "",
     ]
     return f"{plural(len(events), 'event')}: {', '.join(part for part in parts if part) or 'nothing in them'}"
 

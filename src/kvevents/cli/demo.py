@@ -75,9 +75,8 @@ def run(args: Namespace) -> int:
     checked, wrong = (sum(getattr(each, name) for each in results) for name in ("checked", "disagreements"))
     prompts = plural(checked, "prompt")
     console.line(f"Index: right about the cache of the engine for {checked - wrong:,} of the {prompts} that could be compared.")
-    console.line(
-        f"It took {time.monotonic() - began:.0f} s and no GPU: engines and requests are simulated, sockets and index are real."
-    )
+    seconds = f"{time.monotonic() - began:.0f} s"
+    console.line(f"It took {seconds} and no GPU: engines and requests are simulated, sockets and index are real.")
     console.line()
     console.line("Next, with an engine of your own: kvevents doctor tcp://127.0.0.1:5557")
     return ExitCode.FAILED if report_disagreements(results, console) else ExitCode.OK

@@ -55,8 +55,7 @@ def run(args: Namespace) -> int:
         counts = Counter(finding.verdict for finding in findings)
         totals = ", ".join(f"{counts[severity]} {severity.value}" for severity in Severity)
         console.line(Span(f"{verdict.value:<6}", _SEVERITY_STYLES[verdict]), totals)
-    bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
-    return ExitCode.FAILED if verdict in bad else ExitCode.OK
+    return ExitCode.FAILED if verdict == Severity.FAIL or (args.strict and verdict == Severity.WARN) else ExitCode.OK
 
 
 def _collect_results(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:

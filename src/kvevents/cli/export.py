@@ -45,9 +45,7 @@ def run(args: Namespace) -> int:
     console = Console()
     if args.list_queries:
         return _list_queries(args, console)
-    if args.query is not None:
-        return _run_query(args, console)
-    return _export(args, console)
+    return _export(args, console) if args.query is None else _run_query(args, console)
 
 
 def _export(args: Namespace, console: Console) -> int:

@@ -16,18 +16,8 @@ from kvevents.cli.output import add_output, write_record
 from kvevents.cli.service_options import add_scope, add_service, make_client, scope_of
 from kvevents.cli.top_view import COLUMNS, WIDE_COLUMNS, fault_lines, source_table
 from kvevents.cli.values import endpoint, positive_int, whole_number
-from kvevents.client import Client
+from kvevents.client import Client, schemas
 from kvevents.client.polling import PolledSource, sort_sources
-from kvevents.client.schemas import (
-    DrainAnswer,
-    DrainRequest,
-    RegisterRequest,
-    Reservation,
-    ReservationsAnswer,
-    SourcesAnswer,
-    UnregisterRequest,
-    worker_name,
-)
 from kvevents.diagnosis.text_format import duration
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.settings import suggestion
@@ -90,7 +80,7 @@ def _register(client: Client, args: Namespace) -> Any:
     is_url = args.endpoint.startswith("http")
     live, _, replay = args.endpoint.partition(",")
     return client.register(
-        RegisterRequest(
+        schemas.RegisterRequest(
             instance_id=args.instance,
             endpoint="" if is_url else live,
             url=args.endpoint if is_url else None,
@@ -105,7 +95,7 @@ def _register(client: Client, args: Namespace) -> Any:
 
 
 def _unregister(client: Client, args: Namespace) -> Any:
-    return client.unregister(UnregisterRequest(instance_id=args.instance, dp_rank=args.rank, **scope_of(args)))
+    return client.unregister(schemas.UnregisterRequest(instance_id=args.instance, dp_rank=args.rank, **scope_of(args)))
 
 
 def _add_drain(parser: ArgumentParser) -> None:
@@ -114,20 +104,18 @@ def _add_drain(parser: ArgumentParser) -> None:
 
 
 def _drain(client: Client, args: Namespace) -> Any:
-    return client.drain(DrainRequest(instance=args.instance, rank=args.rank, draining=not args.end, **scope_of(args)))
+    return client.drain(schemas.DrainRequest(instance=args.instance, rank=args.rank, draining=not args.end, **scope_of(args)))
 
 
-def _show_drained(answer: DrainAnswer, _wide: bool) -> list[Line]:
-    ranks = ", ".join(worker_name(answer.instance, rank) for rank in answer.ranks)
+def _show_drained(answer: schemas.DrainAnswer, _wide: bool) -> list[Line]:
+    ranks = ", ".join(schemas.worker_name(answer.instance, rank) for rank in answer.ranks)
     return [[f"{ranks}: {'selections leave it out' if answer.draining else 'selections choose it again'}"]]
 
 
 def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
     width = max(map(len, answer), default=0)
-    texts = {
-        name: ", ".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in answer.items() if value
-    }
-    return [[Span(f"{name:<{width}}  ", "dim"), text] for name, text in texts.items()]
+    given = [(name, value if isinstance(value, list) else [value]) for name, value in answer.items() if value]
+    return [[Span(f"{name:<{width}}  ", "dim"), ", ".join(map(str, values))] for name, values in given]
 
 
 REGISTER: Final = FleetCommand(
@@ -167,7 +155,7 @@ DRAIN: Final = FleetCommand(
 # --- sources and reservations
 
 
-def _show_sources(answer: SourcesAnswer, wide: bool) -> list[Line]:
+def _show_sources(answer: schemas.SourcesAnswer, wide: bool) -> list[Line]:
     sources = sort_sources(msgspec.convert(answer.sources, list[PolledSource], from_attributes=True), "name")
     columns = WIDE_COLUMNS if wide else COLUMNS
     shown = source_table(sources, time.time(), columns=columns) if sources else [["no engine is registered"]]
@@ -191,19 +179,19 @@ def _ask_sources(client: Client, args: Namespace) -> Any:
     return answer
 
 
-def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> list[Line]:
+def _show_reservations(answer: schemas.ReservationsAnswer | schemas.Reservation, wide: bool) -> list[Line]:
     titles = ("id", "worker", "model", "progress", "prompt", "uncached", "output", "expires in", "url")[: 9 if wide else 8]
     rows = [
         (
             Span(item.id, "name"),
-            worker_name(item.instance, item.rank, item.tenant, item.group),
+            schemas.worker_name(item.instance, item.rank, item.tenant, item.group),
             item.model,
             item.progress,
             *(f"{count:,}" for count in (item.prompt_tokens, item.uncached_tokens, item.output_tokens)),
             duration(item.expires_in),
             item.url or "-",
         )[: len(titles)]
-        for item in (answer.reservations if isinstance(answer, ReservationsAnswer) else [answer])
+        for item in (answer.reservations if isinstance(answer, schemas.ReservationsAnswer) else [answer])
     ]
     return format_table(titles, rows, {"id", "worker", "model", "progress", "url"}) if rows else [["no reservation is open"]]
 
@@ -211,7 +199,7 @@ def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> 
 def _ask_reservations(client: Client, args: Namespace) -> Any:
     if args.id is not None:
         return client.reservation(args.id)
-    return client.get("/v1/reservations", ReservationsAnswer, {"limit": str(args.limit)})
+    return client.get("/v1/reservations", schemas.ReservationsAnswer, {"limit": str(args.limit)})
 
 
 def _add_reservations(parser: ArgumentParser) -> None:

@@ -57,9 +57,8 @@ def choose_run(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None
     endpoint = selected[0].endpoint
     others = [stream for stream in selected if stream.endpoint != endpoint]
     if others:
-        console.note(
-            Span(f"playing {endpoint}; runs of other endpoints are left out: {', '.join(each.run for each in others)}", "warn")
-        )
+        runs = ", ".join(each.run for each in others)
+        console.note(Span(f"playing {endpoint}; runs of other endpoints are left out: {runs}", "warn"))
     return [batch for stream in selected if stream.endpoint == endpoint for batch in streams[stream]]
 
 

@@ -14,18 +14,7 @@ from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, format_table
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.service_options import add_scope, add_service, make_client
-from kvevents.client import Client
-from kvevents.client.schemas import (
-    DEFAULT_GROUP,
-    MatchAnswer,
-    MatchRequest,
-    ScoredCandidate,
-    Selection,
-    SelectRequest,
-    SourceView,
-    WorkerMatch,
-    worker_name,
-)
+from kvevents.client import Client, schemas
 from kvevents.diagnosis.text_format import first_names, percentage, plural
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.routing.weights import tokens_by_tier
@@ -153,15 +142,19 @@ def run(args: Namespace) -> int:
     """Send the query, and print the response."""
     tokens = read_prompt(args)
     client, console = make_client(args), Console()
-    scope = {name: getattr(args, name) or DEFAULT_GROUP for name in ("tenant", "group")}
+    scope = {name: getattr(args, name) or schemas.DEFAULT_GROUP for name in ("tenant", "group")}
     model = args.model or _find_only_model(client, scope)
     prompt = {"tokens": tokens, "lora": args.lora, "salt": args.salt, "whole_prompt": args.whole_prompt}
     body: Any = {"model": model, **scope, **prompt}
-    answer = client.select(SelectRequest(**body, explain=True)) if args.select else client.match(MatchRequest(**body))
+    answer = (
+        client.select(schemas.SelectRequest(**body, explain=True))
+        if args.select
+        else client.match(schemas.MatchRequest(**body))
+    )
     if write_record(_make_record(answer), args.output, console):
         return ExitCode.OK
     is_wide = args.output == "wide"
-    if isinstance(answer, Selection):
+    if isinstance(answer, schemas.Selection):
         _print_selection(answer, console, wide=is_wide)
         return ExitCode.OK
     head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name"), ": "]
@@ -175,7 +168,7 @@ def run(args: Namespace) -> int:
     return ExitCode.OK
 
 
-def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
+def _make_record(answer: schemas.MatchAnswer | schemas.Selection) -> dict[str, Any]:
     """Return an answer as a record. Instead of cumulative counts, the record has the number of tokens that each tier adds."""
     record: dict[str, Any] = msgspec.to_builtins(answer)
     for worker in record.get("workers") or record.get("considered") or []:
@@ -194,7 +187,7 @@ def _find_only_model(client: Client, scope: dict[str, str]) -> str:
     return models[0]
 
 
-def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
+def _explain_no_match(sources: Sequence[schemas.SourceView], prompt: int) -> str:
     """Return a likely reason why no engine of a model holds a prefix of a prompt, as a sentence."""
     if not any(source.blocks for source in sources):
         return "no engine of this model has published a block yet; `kvevents top` lists the engines"
@@ -207,7 +200,7 @@ def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
 # --- the answers
 
 
-def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None:
+def _print_matches(answer: schemas.MatchAnswer, console: Console, *, wide: bool) -> None:
     # A worker that is not EXACT can hold more than the index knows, so it is listed even if it has no match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if shown:
@@ -216,11 +209,11 @@ def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None
         _print_workers(shown, ("tokens", "share"), figures, console, wide=wide)
 
 
-def _print_selection(selected: Selection, console: Console, *, wide: bool) -> None:
-    console.line(Span(worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
+def _print_selection(selected: schemas.Selection, console: Console, *, wide: bool) -> None:
+    console.line(Span(schemas.worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
     console.line(selected.why)
     if selected.unreachable:
-        left_out = [f"{worker_name(item.instance, item.rank)} is {item.trust.state}" for item in selected.unreachable]
+        left_out = [f"{schemas.worker_name(item.instance, item.rank)} is {item.trust.state}" for item in selected.unreachable]
         console.note(f"left out: {first_names(left_out)}")
     workers = selected.considered or []
     figures = [(f"{item.score:.3f}", percentage(item.uncached, 1), f"{item.load:.2f}", f"{item.tokens:,}") for item in workers]
@@ -228,7 +221,7 @@ def _print_selection(selected: Selection, console: Console, *, wide: bool) -> No
 
 
 def _print_workers(
-    workers: Sequence[WorkerMatch | ScoredCandidate],
+    workers: Sequence[schemas.WorkerMatch | schemas.ScoredCandidate],
     figure_titles: Sequence[str],
     figures: Sequence[Sequence[str]],
     console: Console,
@@ -242,7 +235,8 @@ def _print_workers(
         tiers = " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(item.tiers).items())
         reason = f" ({item.trust.reason})" if item.trust.reason else " (attested)" if item.trust.attested else ""
         trust: Line = [Span(item.trust.state, TRUST_STYLES[item.trust.state]), reason]
-        rows.append([Span(worker_name(item.instance, item.rank), "name"), *texts, tiers, trust, item.url or "-"][: len(titles)])
+        name = Span(schemas.worker_name(item.instance, item.rank), "name")
+        rows.append([name, *texts, tiers, trust, item.url or "-"][: len(titles)])
     console.lines(format_table(titles, rows, {"worker", "tiers", "trust", "url"}))
 
 

@@ -128,9 +128,8 @@ class Setting:
 
     def _argument(self, text: str) -> Any:
         if self._unit is Unit.SECRET:
-            raise ConfigError(
-                f"all users of this machine can read arguments; set {self.variable}, or write it in the file of --config"
-            )
+            hint = f"set {self.variable}, or write it in the file of --config"
+            raise ConfigError(f"all users of this machine can read arguments; {hint}")
         return self.read(text)
 
 

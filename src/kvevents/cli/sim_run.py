@@ -46,9 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("--policy", choices=list(POLICIES), default="prefix-aware", help="policy of the router")
     faults = "; ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()).replace("%", "%%")
-    parser.add_argument(
-        "--faults", default="", metavar="LIST", help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}"
-    )
+    text = f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}"
+    parser.add_argument("--faults", default="", metavar="LIST", help=text)
     parser.add_argument("--time-scale", type=factor, default=1.0, help="simulated seconds per second")
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     parser.add_argument("--host", default="127.0.0.1", help="address to publish at; 0.0.0.0 is all addresses")
@@ -146,9 +145,8 @@ def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, blo
 def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> str:
     """Return one line about the streams of a live fleet, and the faults that were injected."""
     exact = sum(stream.trust == "EXACT" for stream in streams)
-    batches, repaired, lost, resets = (
-        sum(getattr(stream, name) for stream in streams) for name in ("batches", "gaps_repaired", "lost", "resets")
-    )
+    names = ("batches", "gaps_repaired", "lost", "resets")
+    batches, repaired, lost, resets = (sum(getattr(stream, name) for stream in streams) for name in names)
     injected = "".join(f", {plural(count, kind)}" for kind, count in faults.items())
     return (
         f"{exact} of {plural(len(streams), 'stream')} EXACT; {plural(batches, 'batch')} delivered, "

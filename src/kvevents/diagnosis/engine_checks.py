@@ -11,21 +11,11 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from kvevents.diagnosis import traffic
 from kvevents.diagnosis.address import check_address, count_next_ranks
 from kvevents.diagnosis.findings import CheckResult, Severity, warn
 from kvevents.diagnosis.replay import REPLAY_HINT, check_losses, check_replay, check_stream, compare, find_replay_endpoint
 from kvevents.diagnosis.replay_sample import ReplaySample
-from kvevents.diagnosis.traffic import (
-    MAX_MESSAGES_PER_TURN,
-    DecodedContents,
-    TrafficSample,
-    check_decoding,
-    check_frames,
-    check_ranks,
-    check_topic,
-    check_traffic,
-    check_trust,
-)
 from kvevents.native_module import find_native
 from kvevents.stream import Batch, Gap, RawBatch, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
@@ -64,7 +54,7 @@ class EngineChecks:
                 return
         replay: list[CheckResult] = []
         response: ReplaySample | None = None
-        with self._stop as stop, closing(TrafficSample(self.source)) as sample:
+        with self._stop as stop, closing(traffic.TrafficSample(self.source)) as sample:
             if self.source.replay_endpoint is None:
                 replay.append(self._find_replay(sample, stop))
             if self.source.replay_endpoint is not None:
@@ -74,9 +64,9 @@ class EngineChecks:
         yield from self._check_sample(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
         yield from self._check_comparisons(sample, response)
-        yield check_trust(status, self._seconds, self._unavailable_batches)
+        yield traffic.check_trust(status, self._seconds, self._unavailable_batches)
 
-    def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
+    def _find_replay(self, sample: traffic.TrafficSample, stop: Stop) -> CheckResult:
         """Look for a replay endpoint, and use the endpoint if live batches prove that it belongs to the stream."""
         if not self._searches:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", REPLAY_HINT)
@@ -89,7 +79,7 @@ class EngineChecks:
         self.source = replace(source, replay_endpoint=found)
         return finding
 
-    def _check_comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
+    def _check_comparisons(self, sample: traffic.TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
         endpoint, replay = None, self.source.replay_endpoint
         if replay is not None and response is not None and response.is_answered:
@@ -100,7 +90,7 @@ class EngineChecks:
         if (losses := check_losses(sample.numbers, endpoint, self.source.curve)) is not None:
             yield losses
 
-    def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
+    def _watch(self, sample: traffic.TrafficSample, stop: Stop) -> StreamStatus:
         """Take the sample and subscribe at the same time; if the socket must listen, take the sample first."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
@@ -127,30 +117,32 @@ class EngineChecks:
             stop.check()
             turn()
 
-    def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: TrafficSample) -> None:
+    def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: traffic.TrafficSample) -> None:
         if not self.source.bind:
             sample.take(POLL_SECONDS)
-        for number in range(MAX_MESSAGES_PER_TURN):
+        for number in range(traffic.MAX_MESSAGES_PER_TURN):
             delivery = subscriber.receive(timeout=POLL_SECONDS if self.source.bind and not number else 0)
             if delivery is None:
                 return
             if isinstance(delivery, Gap) and delivery.first == 0 and not delivery.compacted:
                 self._unavailable_batches += delivery.last + 1
 
-    def _check_sample(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
+    def _check_sample(
+        self, sample: traffic.TrafficSample, response: ReplaySample | None, is_connected: bool
+    ) -> Iterator[CheckResult]:
         """Check the received messages. If no message arrived, check the topics and the dialect of replayed batches instead."""
-        yield check_traffic(sample, is_connected=is_connected)
+        yield traffic.check_traffic(sample, is_connected=is_connected)
         contents, topics, origin = sample.contents, sample.topics, "live"
         if response is not None and not sample.messages:
-            contents, origin = DecodedContents(), "replayed"
+            contents, origin = traffic.DecodedContents(), "replayed"
             topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: an older engine.
             for batch in response.batches:
                 contents.add(batch.payload)
         neighbours = 0 if self.source.bind else count_next_ranks(self.source.endpoint)
         checks = (
-            check_topic(topics, self.source.topic),
-            check_frames(sample),
-            check_decoding(contents, origin),
-            check_ranks(contents.ranks, neighbours),
+            traffic.check_topic(topics, self.source.topic),
+            traffic.check_frames(sample),
+            traffic.check_decoding(contents, origin),
+            traffic.check_ranks(contents.ranks, neighbours),
         )
         yield from (finding for finding in checks if finding is not None)

@@ -51,8 +51,7 @@ class ServiceChecks:
 
     def _run_checks(self) -> Iterator[CheckResult]:
         health = self._client.get("/health", HealthAnswer, accepted_status=UNAVAILABLE)
-        ready = self._client.ready()
-        yield from check_ready(ready)
+        yield from check_ready(self._client.ready())
         stats = self._client.get("/v1/stats", StatsAnswer)
         self.version = stats.version
         yield ok("service", f"kvevents {stats.version} answers at {self._client.url}, up {duration(stats.uptime_seconds)}")
