@@ -125,10 +125,8 @@ class AsyncClient(AsyncCloseable):
         if self._connections is None:
             limits = RequestLimits(self._deadline, endpoint.max_bytes)
             self._connections = HttpConnections(limits, tls=endpoint.tls, idle_seconds=protocol.MAX_IDLE_SECONDS)
-        url = endpoint.base + call.path
-        answer = await self._connections.send(
-            call.method, url, endpoint.headers, call.body, seconds=seconds, is_repeatable=call.is_repeatable
-        )
+        request = call.method, endpoint.base + call.path, endpoint.headers, call.body
+        answer = await self._connections.send(*request, seconds=seconds, is_repeatable=call.is_repeatable)
         return answer.status, answer.body
 
 

@@ -127,7 +127,8 @@ class Client(Closeable):
             try:
                 outcome = attempts.on_answer(*self.exchange(call, attempts.seconds))
             except (OSError, HTTPException, UnicodeError) as error:
-                outcome = attempts.on_error(*_classify_error(error))
+                kind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type))
+                outcome = attempts.on_error(kind, reason_of(error))
             if not isinstance(outcome, RetryPause):
                 return outcome
             time.sleep(outcome.seconds)
@@ -271,7 +272,3 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (HTTPException, "not-http"),
     (BaseException, "unreachable"),
 )
-
-
-def _classify_error(error: BaseException) -> tuple[HttpErrorKind, str]:
-    return next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type)), reason_of(error)
