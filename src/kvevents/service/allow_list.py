@@ -62,8 +62,6 @@ class EndpointRefusedError(ServiceError):
 
 
 class _Target(NamedTuple):
-    """A parsed tcp endpoint."""
-
     host: str
     """Host name in lower case, without a final dot."""
     port: int

@@ -172,9 +172,8 @@ class DataPlane:
             return
         begin = time.monotonic()
         health, ready = self._health(), self._readiness()
-        native.replace_probes(
-            (503 if health.status == "failed" else 200, _encode(health)), (200 if ready.ready else 503, _encode(ready))
-        )
+        status, ready_status = 503 if health.status == "failed" else 200, 200 if ready.ready else 503
+        native.replace_probes((status, _encode(health)), (ready_status, _encode(ready)))
         end = time.monotonic()
         self._next_refresh = end + REFRESH_PAUSE * (end - begin)
 

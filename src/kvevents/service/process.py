@@ -232,6 +232,5 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listening is not None:
             listening.close()
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; change --host or --port") from error
+        raise ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; change --host or --port") from error
     return listening

@@ -247,9 +247,8 @@ class Service:
         """Return sentences about problems that an operator should know."""
         sentences = [*self.restore_faults, *filter(None, (self.limit_warning,))]
         if self.settings.is_open:
-            sentences.append(
-                f"every client of {self.settings.host} can query and register: set access.tokens, or listen at 127.0.0.1"
-            )
+            host = self.settings.host
+            sentences.append(f"every client of {host} can query and register: set access.tokens, or listen at 127.0.0.1")
         if not self.settings.is_loopback and self.settings.access.tokens and self.settings.tls is None:
             sentences.append("tokens travel in clear: set tls")
         certificate_fault = None if self._certificates is None else self._certificates.fault

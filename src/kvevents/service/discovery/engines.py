@@ -268,8 +268,7 @@ class EngineHttpClient(Struct, frozen=True):
         from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
 
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
-        host = bracket_host(self.server_name or url.host)
-        headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
+        headers = {**_HEADERS, "Host": f"{bracket_host(self.server_name or url.host)}:{url.port}"}
         slots = _CONNECTION_SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_connections))
         try:
             async with slots, HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:

@@ -219,8 +219,7 @@ class ObjectWatch(Generic[T]):
             _check(response.status, body)
             page = msgspec.json.decode(body, type=_Page)
             items += page.items
-            token = page.metadata.continue_
-            if not token:
+            if not (token := page.metadata.continue_):
                 break
         self.objects = {}
         for item in items:

@@ -146,9 +146,8 @@ class Pod(KubernetesObject, frozen=True):
 
     @property
     def _container_reasons(self) -> list[str]:
-        reasons = [
-            (container.name, state.reason) for container in self.status.container_statuses for state in container.state.values()
-        ]
+        statuses = self.status.container_statuses
+        reasons = [(container.name, state.reason) for container in statuses for state in container.state.values()]
         return [f"container {name}: {reason}" for name, reason in reasons if reason]
 
     @property
@@ -234,11 +233,8 @@ class _Facts:
     def __init__(self, pod: Pod, convention: Convention) -> None:
         self._pod = pod
         self._convention = convention
-        self._own = {
-            key.removeprefix(_PREFIX): value
-            for key, value in {**pod.metadata.labels, **pod.metadata.annotations}.items()
-            if key.startswith(_PREFIX)
-        }
+        stated = pod.metadata.labels | pod.metadata.annotations
+        self._own = {key.removeprefix(_PREFIX): value for key, value in stated.items() if key.startswith(_PREFIX)}
 
     def text(self, name: str, *fallbacks: str) -> str:
         """Return the value of `kvevents/NAME`, or else of the first existing key in `fallbacks`; empty without a value."""

@@ -191,8 +191,7 @@ _decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 def timestamp_of(payload: bytes) -> float | None:
     """Return the engine's timestamp of an encoded batch; None if the payload is not an array that begins with a number."""
     try:
-        first = _decode_items(payload)[0]
-        return msgspec.msgpack.decode(first, type=float)
+        return msgspec.msgpack.decode(_decode_items(payload)[0], type=float)
     except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # RecursionError is raised for deeply nested lists
         return None
 

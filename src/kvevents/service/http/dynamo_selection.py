@@ -85,15 +85,12 @@ def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) ->
 
 
 def _members_of(service: Service, scope: Scope) -> dict[Worker, Member]:
-    """Return the members that serve the model of `scope`."""
     return {member.worker: member for member in service.members().values() if member.registration.scope[:3] == scope[:3]}
 
 
 def _block_size(member: Member | None, default: int = 1) -> int:
     """Return the number of tokens in a worker's block; `default` if `member` is None, 1 if the size is unknown."""
-    if member is None:
-        return default
-    return next(iter(member.expected_block_sizes), 1)
+    return default if member is None else next(iter(member.expected_block_sizes), 1)
 
 
 class _Fleet:
@@ -193,8 +190,6 @@ _Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _HeldTokens]]
 
 
 class _Chooser:
-    """Selects a worker for one request."""
-
     def __init__(self, fleet: _Fleet, body: messages.SelectWorkerRequest, prompt: _Prompt) -> None:
         self._fleet = fleet
         self._body = body
@@ -505,8 +500,7 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     """Return how many blocks of a prompt each rank holds, in the form that Dynamo's routers expect from a remote index."""
     body: messages.TieredQueryRequest = request.read()
     fleet = _fleet_of(service, body)
-    hashes = read_hashes(service, body.block_hashes)
-    matches = fleet.match(_Prompt(0, None, hashes))
+    matches = fleet.match(_Prompt(0, None, read_hashes(service, body.block_hashes)))
     overlaps = [_overlap_of(fleet, worker, held) for worker, held in matches.items()]
 
     def list_hits(field: str) -> list[tuple[messages.WorkerRank, int]]:

@@ -37,10 +37,7 @@ def match(service: Service, request: HttpRequest) -> Response:
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`, and all other fields in the query string.
     """
-    if request.headers.kind == RAW:
-        query, tokens = _raw_prompt(request)
-    else:
-        query, tokens = request.read_tokens("tokens")
+    query, tokens = _raw_prompt(request) if request.headers.kind == RAW else request.read_tokens("tokens")
     return answer_query(service, request, query, tokens)
 
 
