@@ -99,9 +99,8 @@ def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes:
     try:
         server, thread = start_http_server(port, host, metrics)
     except OSError as error:
-        raise EndpointError(
-            error.errno, f"cannot serve metrics at {host}:{port}: {error.strerror}; choose another port"
-        ) from error
+        sentence = f"cannot serve metrics at {host}:{port}: {error.strerror}; choose another port"
+        raise EndpointError(error.errno, sentence) from error
 
     server.set_app(_with_probes(server.get_app(), probes))
 

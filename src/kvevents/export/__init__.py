@@ -5,8 +5,7 @@
     exported = export(["run.jsonl.gz"], "out")
     print(run_query("out", find_query("block-lifetime")).rows)
 
-Needs the extra `export` and, like `kvevents.index`, the compiled module; raises `MissingDependencyError`
-without them.
+Needs the extra `export` and, like `kvevents.index`, the compiled module; raises `MissingDependencyError` without them.
 """
 
 try:

@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.errors import ConfigError, RecordingError, UsageError
+from kvevents.export import tables
 from kvevents.export.residency import I64_END, BatchPosition, WorkerCache
-from kvevents.export.tables import (
-    BATCHES,
-    DEFAULT_EXPORT_LIMITS,
-    EVENTS,
-    LIFETIMES,
-    TABLES,
-    WORKERS,
-    ExportLimits,
-    Row,
-    TableWriter,
-)
 from kvevents.recording import read_recording
 from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
 from kvevents.recording.files import StrPath
@@ -65,7 +55,7 @@ def export(
     *,
     tokens: bool = False,
     force: bool = False,
-    limits: ExportLimits = DEFAULT_EXPORT_LIMITS,
+    limits: tables.ExportLimits = tables.DEFAULT_EXPORT_LIMITS,
     progress: Callable[[ExportProgress], None] = lambda _: None,
 ) -> ExportSummary:
     """Write recordings as one data set: the `TABLES`, as Parquet files in a folder. Creates the folder if its parent exists.
@@ -78,9 +68,9 @@ def export(
     if not recordings:
         raise ConfigError("no recording to export: name at least one")
     with _create_folder(folder, force=force), ExitStack() as stack:
-        writers: dict[str, TableWriter] = {}
-        for table in TABLES:
-            writers[table.name] = TableWriter(folder, table, limits, tokens=tokens)
+        writers: dict[str, tables.TableWriter] = {}
+        for table in tables.TABLES:
+            writers[table.name] = tables.TableWriter(folder, table, limits, tokens=tokens)
             stack.callback(writers[table.name].discard)
         work = _Export(folder, limits, progress, writers, tokens=tokens)
         for path, name in zip(recordings, _unique_names(recordings), strict=True):
@@ -112,7 +102,7 @@ class _Worker:
         self.last_at = time if time is not None else self.last_at
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
-    def row(self) -> Row:
+    def row(self) -> tables.Row:
         """Return this worker's row of the table `workers`. Call this after the last batch."""
         stream = self.stream
         self.counts["duplicates"] = stream.duplicates
@@ -122,7 +112,7 @@ class _Worker:
         return (*about, *counts, self.first_at, self.last_at)
 
 
-COUNTER_COLUMNS: Final = tuple(column.name for column in WORKERS.columns[7:-2])
+COUNTER_COLUMNS: Final = tuple(column.name for column in tables.WORKERS.columns[7:-2])
 """Names of those columns of `workers` that are counters."""
 
 
@@ -132,9 +122,9 @@ class _Export:
     def __init__(
         self,
         folder: Path,
-        limits: ExportLimits,
+        limits: tables.ExportLimits,
         progress: Callable[[ExportProgress], None],
-        writers: dict[str, TableWriter],
+        writers: dict[str, tables.TableWriter],
         *,
         tokens: bool,
     ) -> None:
@@ -149,9 +139,9 @@ class _Export:
         self._reasons: Counter[str] = Counter()
         self._truncations: list[str] = []
         self._writers = writers
-        self._batches = writers[BATCHES.name]
-        self._events = writers[EVENTS.name]
-        self._lifetimes = writers[LIFETIMES.name]
+        self._batches = writers[tables.BATCHES.name]
+        self._events = writers[tables.EVENTS.name]
+        self._lifetimes = writers[tables.LIFETIMES.name]
 
     def read(self, path: StrPath, name: str) -> None:
         """Add one recording."""
@@ -178,15 +168,15 @@ class _Export:
 
     def finish(self) -> ExportSummary:
         """Complete the tables, and give the files their final names."""
-        self._writers[WORKERS.name].add([worker.row() for worker in self._workers])
+        self._writers[tables.WORKERS.name].add([worker.row() for worker in self._workers])
         for writer in self._writers.values():
             writer.close()
-        files = [self._folder / table.file for table in TABLES]
+        files = [self._folder / table.file for table in tables.TABLES]
         try:
             # Files of an older export are removed first, so that the folder never holds tables of two exports.
             for file in files:
                 file.unlink(missing_ok=True)
-            for table, file in zip(TABLES, files, strict=True):
+            for table, file in zip(tables.TABLES, files, strict=True):
                 self._writers[table.name].partial_path.replace(file)
             size = sum(file.stat().st_size for file in files)
         except OSError as error:
@@ -248,11 +238,10 @@ def _unique_names(recordings: Sequence[StrPath]) -> list[str]:
 @contextmanager
 def _create_folder(folder: Path, *, force: bool) -> Iterator[None]:
     """Create the folder if it does not exist, and remove it again if the export fails."""
-    existing = [table.file for table in TABLES if (folder / table.file).exists()]
+    existing = [table.file for table in tables.TABLES if (folder / table.file).exists()]
     if existing and not force:
-        raise UsageError(
-            f"{folder} already contains {', '.join(existing)}: choose another folder, or pass --force to replace them"
-        )
+        hint = "choose another folder, or pass --force to replace them"
+        raise UsageError(f"{folder} already contains {', '.join(existing)}: {hint}")
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"cannot create {folder}: the folder {folder.absolute().parent} does not exist")
     is_new = not folder.exists()

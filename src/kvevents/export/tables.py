@@ -78,9 +78,8 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
     folder = Path(folder)
     missing_files = [table.file for table in TABLES if not (folder / table.file).is_file()]
     if missing_files:
-        raise ConfigError(
-            f"{folder} does not contain an export: {', '.join(missing_files)} missing; write one with `kvevents export`"
-        )
+        missing = f"{', '.join(missing_files)} missing"
+        raise ConfigError(f"{folder} does not contain an export: {missing}; write one with `kvevents export`")
     with duckdb.connect(":memory:", config=_DUCKDB_SETTINGS) as database:
         try:
             for table in TABLES:

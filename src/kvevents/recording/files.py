@@ -113,9 +113,8 @@ def live_batches(path: StrPath, run: str | None = None, endpoint: str | None = N
 
 def recorded_endpoints(path: StrPath) -> list[RecordedEndpoint]:
     """Return the runs and PUB endpoints of a recording, in order of appearance."""
-    return list(
-        dict.fromkeys(RecordedEndpoint(frame.run, frame.endpoint) for frame in read_recording(path) if frame.socket == "pub")
-    )
+    frames = (frame for frame in read_recording(path) if frame.socket == "pub")
+    return list(dict.fromkeys(RecordedEndpoint(frame.run, frame.endpoint) for frame in frames))
 
 
 def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Iterator[RecordedFrame]:
