@@ -145,9 +145,8 @@ class LossLogger:
         """Log a change of the counter since the last call, or the end of a series; `now` is in monotonic seconds."""
         if count != self._count:
             if self._count_before_run == self._count:
-                self._logger.warning(
-                    "%s%s; consumers see a gap; further drops are counted", self._subject, f": {detail}" if detail else ""
-                )
+                cause = f": {detail}" if detail else ""
+                self._logger.warning("%s%s; consumers see a gap; further drops are counted", self._subject, cause)
             self._count, self._changed_at = count, now
         elif self._count_before_run != self._count and now - self._changed_at > self._quiet_time:
             self._logger.warning("%s: ended after %d dropped batches", self._subject, self._count - self._count_before_run)

@@ -36,16 +36,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from kvevents.errors import JournalError, reason_of
 from kvevents.relay import journal_format
 from kvevents.relay.journal_disk import TEMPORARY_SUFFIX, Disk, Folder
-from kvevents.relay.journal_format import (
-    Batches,
-    EndState,
-    FileWriter,
-    Header,
-    JournalRecord,
-    Origin,
-    generation_of,
-    write_snapshot,
-)
 from kvevents.relay.journal_recovery import RecoveredJournal, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
@@ -105,7 +95,7 @@ class JournalStats:
 class _SnapshotWrite(NamedTuple):
     result: Future[int]
     """Result of the thread: the size of the snapshot in bytes."""
-    log: FileWriter
+    log: journal_format.FileWriter
     """The log that continues the snapshot."""
 
 
@@ -125,9 +115,9 @@ class Journal:
         self.limits: Final = limits or JournalLimits()
         self.state: JournalState = "new"
         self._disk: Final = disk or Disk()
-        self._end_state = EndState(0, None, {}, {})
+        self._end_state = journal_format.EndState(0, None, {}, {})
         self._incarnation = self._generation = 0
-        self._log: FileWriter | None = None
+        self._log: journal_format.FileWriter | None = None
         self._closed_logs = 0
         """Number of bytes of the logs after the newest snapshot, except the current log."""
         self._snapshot_bytes = 0
@@ -148,9 +138,8 @@ class Journal:
             raise
         except OSError as error:
             if error.errno not in _RECOVERABLE_ERRNOS:
-                raise JournalError(
-                    f"cannot open the journal folder {self.path}: {error.strerror}; choose a folder that this process can write"
-                ) from error
+                hint = "choose a folder that this process can write"
+                raise JournalError(f"cannot open the journal folder {self.path}: {error.strerror}; {hint}") from error
             self._open_error = error
 
     # --- start
@@ -171,7 +160,7 @@ class Journal:
         assert recovered.incarnation is not None  # noqa: S101 - complete records have an incarnation
         self._incarnation = recovered.incarnation
         positions, origins = dict(recovered.positions), dict(recovered.origins)
-        self._end_state = EndState(recovered.next_number, recovered.checkpoint, positions, origins)
+        self._end_state = journal_format.EndState(recovered.next_number, recovered.checkpoint, positions, origins)
         self._snapshot_bytes = sum(header.committed for header in recovered.headers if header.kind == journal_format.SNAPSHOT)
         self._closed_logs = sum(header.committed for header in recovered.headers if header.kind == journal_format.LOG)
         self._start([header.name for header in recovered.headers])
@@ -189,7 +178,7 @@ class Journal:
             if continued_names:
                 self._set_state(continued_names[-1], journal_format.CONTINUED_STATE)
             for name in names:
-                if name not in continued_names and (generation_of(name) is not None or name == _PROBE_NAME):
+                if name not in continued_names and (journal_format.generation_of(name) is not None or name == _PROBE_NAME):
                     with suppress(OSError):  # recovery ignores a file of an earlier incarnation
                         self._disk.remove(name, self._folder.fd)
         except OSError as error:
@@ -199,7 +188,7 @@ class Journal:
 
     # --- records
 
-    def append(self, batches: Batches) -> None:
+    def append(self, batches: journal_format.Batches) -> None:
         """Record consecutive batches, either all or none, before they are sent."""
         count = len(batches.payloads)
         if self._append(batches):
@@ -219,7 +208,7 @@ class Journal:
         self._append(journal_format.CheckpointSet(checkpoint))
         self._end_state.checkpoint = checkpoint
 
-    def set_origin(self, upstream: int, origin: Origin) -> None:
+    def set_origin(self, upstream: int, origin: journal_format.Origin) -> None:
         """Record the upstream batch from which the next batches are made. This origin replaces the upstream's previous one."""
         self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
@@ -229,7 +218,7 @@ class Journal:
         self._append(journal_format.UpstreamReset(upstream, incarnation))
         self._end_state.positions[upstream] = (incarnation, -1)
 
-    def _append(self, record: JournalRecord) -> bool:
+    def _append(self, record: journal_format.JournalRecord) -> bool:
         log = self._log
         if log is None:
             return False
@@ -275,7 +264,7 @@ class Journal:
         self._log = log
         self._closed_logs += 0 if ended_log is None else ended_log.size
         end = self._end_state.next_number
-        header = Header(journal_format.SNAPSHOT, log.header.generation, self._incarnation, end)
+        header = journal_format.Header(journal_format.SNAPSHOT, log.header.generation, self._incarnation, end)
         limits = self.limits
         records = (
             journal_format.SnapshotHead(number, is_partial),
@@ -285,7 +274,7 @@ class Journal:
             ),
             copy.deepcopy(self._end_state),
         )
-        write = partial(write_snapshot, self._disk, self._folder, header, records, ended_log)
+        write = partial(journal_format.write_snapshot, self._disk, self._folder, header, records, ended_log)
         self._snapshot_write = _SnapshotWrite(self._in_background(write), log)
         self._check_snapshot()
         return True
@@ -364,12 +353,14 @@ class Journal:
     def _log_bytes(self) -> int:
         return self._closed_logs + (0 if self._log is None else self._log.size)
 
-    def _new_log(self, state: bytes, previous: FileWriter | None = None) -> FileWriter:
+    def _new_log(self, state: bytes, previous: journal_format.FileWriter | None = None) -> journal_format.FileWriter:
         """Begin a log that continues the log `previous`, if any. Its file gets the final name after the header is written."""
         assert self._folder is not None  # noqa: S101 - callers check that the folder is open
         self._generation += 1
-        header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
-        log = FileWriter(self._disk, self._folder, header.name + TEMPORARY_SUFFIX, header)
+        header = journal_format.Header(
+            journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state
+        )
+        log = journal_format.FileWriter(self._disk, self._folder, header.name + TEMPORARY_SUFFIX, header)
         try:
             self._disk.rename(header.name + TEMPORARY_SUFFIX, header.name, self._folder.fd)
             if previous is not None:
@@ -397,7 +388,7 @@ class Journal:
 
         self._in_background(sync)
 
-    def _close_log(self, log: FileWriter) -> None:
+    def _close_log(self, log: journal_format.FileWriter) -> None:
         log.set_state(journal_format.CLOSED_STATE)
         self._disk.sync(log.fd)
         log.close()
@@ -471,7 +462,7 @@ class Journal:
 
 
 def _newest_generation(names: Iterable[str]) -> int:
-    return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY_SUFFIX)), default=0)
+    return max((journal_format.generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY_SUFFIX)), default=0)
 
 
 def _wait_for_task(result: Future[Any], deadline: float) -> bool:

@@ -90,9 +90,8 @@ def _find_files(recovered: RecoveredJournal, folder: Folder) -> None:
             damage = f"{name}: it was renamed"
         headers.append(header)
     recovered.incarnation = max((header.incarnation for header in headers), default=None)
-    newest = sorted(
-        (header for header in headers if header.incarnation == recovered.incarnation), key=lambda header: header.generation
-    )
+    newest = [header for header in headers if header.incarnation == recovered.incarnation]
+    newest.sort(key=lambda header: header.generation)
     snapshots = [header for header in newest if header.kind == journal_format.SNAPSHOT]
     base = snapshots[-1].generation if snapshots else 0
     logs = [header for header in newest if header.kind == journal_format.LOG and header.generation >= base]

@@ -254,9 +254,8 @@ class Relay(Closeable):
         if self._closed:
             raise ClosedError("cannot forward deliveries: the relay is closed; open another")
         if self._is_interrupted:
-            raise ClosedError(
-                "an exception interrupted a turn, whose deliveries may be lost: close the relay, and open another"
-            )
+            sentence = "an exception interrupted a turn, whose deliveries may be lost"
+            raise ClosedError(f"{sentence}: close the relay, and open another")
         self._is_interrupted = True
         deliveries = self._upstreams.receive(self.limits.turn_timeout if timeout is None else timeout)
         if deliveries:

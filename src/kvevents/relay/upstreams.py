@@ -342,9 +342,8 @@ class UpstreamBlocks:
         placement = RemovalPlacement(event.medium, event.group_idx, event.locality, event.ownership)
         if self._fields == PLACEMENT_FIELDS:
             return placement
-        return RemovalPlacement(
-            **{name: value if name in self._fields else None for name, value in placement._asdict().items()}
-        )
+        fields = {name: value if name in self._fields else None for name, value in placement._asdict().items()}
+        return RemovalPlacement(**fields)
 
 
 def _is_attested(placement: RemovalPlacement) -> bool:
