@@ -122,9 +122,8 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
     if port == 0:
         return endpoint
     if port + data_parallel_rank > MAX_PORT:
-        raise ConfigError(
-            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; choose a lower port"
-        )
+        needed = port + data_parallel_rank
+        raise ConfigError(f"rank {data_parallel_rank} of {endpoint} would need port {needed}; choose a lower port")
     return f"tcp://{host}:{port + data_parallel_rank}"
 
 

@@ -150,9 +150,8 @@ class FrontEnd(Generic[BatchT]):
                 source = Source(given) if isinstance(given, str) else given
                 # Only the constructor logs this warning: services call `add`, and show the fault as the reason of the trust.
                 if source.replay_endpoint is None and not source.by_topic:
-                    log.warning(
-                        "%s has no replay endpoint: lost batches stay lost, so it is never EXACT", printable(source.label)
-                    )
+                    text = "%s has no replay endpoint: lost batches stay lost, so it is never EXACT"
+                    log.warning(text, printable(source.label))
         except BaseException:
             self._close()
             raise

@@ -35,9 +35,8 @@ class SmgConnection:
 
     def __init__(self, source: Source, owner: SocketOwner, on_close: Callable[[Connection], None]) -> None:
         if source.bind or source.curve is not None or source.topic:
-            raise ConfigError(
-                f"invalid source {source.label}: {GRPC} endpoints have no topic, no CURVE keys, and are not bound"
-            )
+            reason = f"{GRPC} endpoints have no topic, no CURVE keys, and are not bound"
+            raise ConfigError(f"invalid source {source.label}: {reason}")
         native = require_native(f"an endpoint {GRPC}HOST:PORT")
         self.fault = "the worker has not answered yet"
         self._owner: Final = owner

@@ -26,20 +26,9 @@ from kvevents.subscriber.smg_connection import SmgConnection
 from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
+from kvevents.zeromq import sockets
 from kvevents.zeromq.bulk_transfer import libzmq_io
 from kvevents.zeromq.name_resolver import Lookup, NameResolver
-from kvevents.zeromq.sockets import (
-    DEFAULT_SOCKET_OPTIONS,
-    Socket,
-    SocketOptions,
-    check_descriptors,
-    connect_or_bind,
-    destroy_context,
-    disable_monitor,
-    endpoint_errors,
-    open_monitor,
-    read_monitor,
-)
 from kvevents.zeromq.zap import SocketSecurity
 
 _CONNECTED: Final = zmq.Event.CONNECTED
@@ -70,8 +59,8 @@ class ZmqTransport(SocketOwner):
 
     def __init__(
         self,
-        context: zmq.Context[Socket] | None = None,
-        options: SocketOptions = DEFAULT_SOCKET_OPTIONS,
+        context: zmq.Context[sockets.Socket] | None = None,
+        options: sockets.SocketOptions = sockets.DEFAULT_SOCKET_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(context, options)
@@ -85,7 +74,7 @@ class ZmqTransport(SocketOwner):
     def open(self, source: Source) -> Connection:
         """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
         if source.endpoint not in self._bound_sockets:
-            check_descriptors(len(self._connections) + 1)
+            sockets.check_descriptors(len(self._connections) + 1)
         is_grpc = source.endpoint.startswith(GRPC)
         connection: Connection = SmgConnection(source, self, self.discard) if is_grpc else ZmqConnection(source, self)
         self._connections.add(connection)
@@ -157,7 +146,7 @@ class ZmqTransport(SocketOwner):
         self.names.close()
         os.close(self.wake_reader)
         if self.owns_context:
-            destroy_context(self.context)
+            sockets.destroy_context(self.context)
 
 
 class ZmqConnection:
@@ -166,12 +155,12 @@ class ZmqConnection:
     def __init__(self, source: Source, transport: ZmqTransport) -> None:
         self._source = source
         self._transport = transport
-        self._replay: Socket | None = None
+        self._replay: sockets.Socket | None = None
         self._postponed_request: FetchRequest | None = None
         """A replay request that waits until the address of the replay endpoint is known."""
         self._read_ahead = 0
         """Number of live messages that were read since the replay socket became readable and was not read."""
-        self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
+        self._max_read_ahead = transport.options.receive_hwm or sockets.DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
         try:
@@ -227,8 +216,8 @@ class ZmqConnection:
             try:
                 # An engine's ROUTER drops messages when 1,000 are queued, so this socket should hold a whole replay buffer.
                 self._replay.set(zmq.RCVHWM, self._transport.options.receive_hwm)
-                connect_or_bind(self._replay, endpoint, bind=False)
-                with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
+                sockets.connect_or_bind(self._replay, endpoint, bind=False)
+                with sockets.endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
                     self._transport.watch(self._replay, self._as_set)
             except BaseException:
                 self.end_replay()
@@ -291,15 +280,15 @@ class LiveSocket:
         """Whether the next retry event only follows the end of a connection, so that it shows no failed attempt."""
         self.fault = ""
         """Why there is no connection, as logged; empty if there is a connection, or if the cause is unknown."""
-        self._monitor: Socket | None = None
+        self._monitor: sockets.Socket | None = None
         self._open()
 
     def _open(self) -> None:
         source = self._source
         self._sub = self._transport.open_socket(zmq.SUB, source.endpoint, self._security)
         try:
-            with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
-                self._monitor = self._transport.register(open_monitor(self._sub, _MONITOR_EVENTS))
+            with sockets.endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
+                self._monitor = self._transport.register(sockets.open_monitor(self._sub, _MONITOR_EVENTS))
                 self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
                 self._transport.watch(self._sub, self._connections)
@@ -325,7 +314,7 @@ class LiveSocket:
             self._is_named = address != lookup.endpoint
             if needs_ipv6(address):
                 self._sub.set(zmq.IPV6, 1)
-            connect_or_bind(self._sub, address, bind=False)
+            sockets.connect_or_bind(self._sub, address, bind=False)
             if self._attempts == 1:
                 log.info("connecting to %s", lookup.endpoint)
 
@@ -436,13 +425,13 @@ class LiveSocket:
     def _read_monitor(self) -> list[int]:
         if self._monitor is None or not is_readable(self._monitor):
             return []
-        return [event for event, _ in read_monitor(self._monitor)]
+        return [event for event, _ in sockets.read_monitor(self._monitor)]
 
     def close(self) -> None:
         """Close both sockets. Idempotent."""
         if not self._sub.closed:
             if self._monitor is not None:
-                disable_monitor(self._sub)
+                sockets.disable_monitor(self._sub)
                 self._transport.close_socket(self._monitor)
                 self._monitor = None
             self._transport.close_socket(self._sub)
@@ -452,12 +441,12 @@ class LiveSocket:
 # pyzmq's wrappers cost three times as much as libzmq, so these functions call pyzmq's backend directly.
 
 
-def is_readable(socket: Socket) -> bool:
+def is_readable(socket: sockets.Socket) -> bool:
     """Return whether a message can be received. Receiving and catching `zmq.Again` would cost three times as much."""
     return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 
-def receive_messages(socket: Socket, limit: int) -> tuple[list[list[bytes]], bool]:
+def receive_messages(socket: sockets.Socket, limit: int) -> tuple[list[list[bytes]], bool]:
     """Return at most `limit` messages, each a list of frames, and whether the socket is drained."""
     messages: list[list[bytes]] = []
     try:
@@ -482,7 +471,7 @@ class ReceivedBatches(NamedTuple):
     """Whether the socket holds no more messages."""
 
 
-def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
+def receive_batches(native: Any | None, socket: sockets.Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
     """Receive at most `limit` messages; expected batches (with `topic` and `numbers`) are reduced to their payloads.
 
     A message with more or fewer than three frames is never an expected batch. If `native` is None, only pyzmq is used.

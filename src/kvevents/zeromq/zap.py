@@ -165,9 +165,8 @@ class SocketSecurity:
         count = self.refusals - self._logged_refusals
         self._logged_refusals, self._logged_at = self.refusals, time.monotonic()
         noun = "connection" if count == 1 else "connections"
-        logger.warning(
-            "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it", self._label, count, noun, detail
-        )
+        text = "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it"
+        logger.warning(text, self._label, count, noun, detail)
 
 
 def secure_sockets(
