@@ -238,9 +238,8 @@ class PublisherPlayer:
 
     def _compare_with_replay(self, live: ReceivedStream, seconds: float) -> ScenarioOutcome:
         if live.fault is not None or not live.batches:
-            return ScenarioOutcome(
-                Verdict.SILENT if live.fault else Verdict.NOT_APPLICABLE, live.fault or "nothing was published"
-            )
+            verdict = Verdict.SILENT if live.fault else Verdict.NOT_APPLICABLE
+            return ScenarioOutcome(verdict, live.fault or "nothing was published")
         unreadable = [number for number, payload in live.batches if decode_batch(payload).rejected]
         first, last = live.batches[0][0], live.batches[-1][0]
         with self._context.socket(zmq.DEALER) as dealer:

@@ -184,6 +184,5 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
     """Return the outcome with the worst verdict; of equal verdicts, the latest. Return `CORRECT` if `outcomes` is empty."""
     order = list(Verdict)
-    return max(
-        reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=ScenarioOutcome(Verdict.CORRECT, "")
-    )
+    default = ScenarioOutcome(Verdict.CORRECT, "")
+    return max(reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=default)

@@ -95,8 +95,9 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         self.is_linked, self.expects_attestation = True, False
         kinds = [name for kind, name in _UNANNOUNCED_KINDS if _match_needs_kind(getattr(cache, "inner", cache), kind)]
         if kinds:
+            parts = " and ".join(kinds)
             self.report_incomplete_events(
-                f"SGLang does not announce which {' and '.join(kinds)} its cache holds, so it may find less of a prompt"
+                f"SGLang does not announce which {parts} its cache holds, so it may find less of a prompt"
             )
         elif self._attests:
             self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))

@@ -260,7 +260,6 @@ class PrefixCache:
             end = place + 1
 
     def _release_before_window(self, sequence: Sequence, group: _Group) -> None:
-        """Release the blocks of a sequence that are before the sliding window."""
         table, gone = sequence.tables[group.index], []
         reached = max(0, sequence.computed - (group.window or 0) + 1) // self.size.block_size
         for place in range(reached - 1, -1, -1):

@@ -56,9 +56,8 @@ class Sockets:
     ) -> None:
         last = (base_port or 0) + 2 * len(settings.workers) - 1
         if base_port is not None and last > MAX_PORT:
-            raise ConfigError(
-                f"invalid base port {base_port}: {len(settings.workers)} workers would need port {last}; choose a lower one"
-            )
+            reason = f"{len(settings.workers)} workers would need port {last}"
+            raise ConfigError(f"invalid base port {base_port}: {reason}; choose a lower one")
         self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
         """The two proxies of each worker: one for live events and one for replay."""
         self.addresses: Final[dict[Worker, WorkerEndpoints]] = {}

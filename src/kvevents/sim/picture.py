@@ -51,8 +51,7 @@ def write_picture(path: Path, comparison: Comparison) -> None:
         title = [*textwrap.wrap(traffic_text(comparison.settings), 140), *textwrap.wrap(summary(comparison), 140)]
         figure.suptitle("\n".join(title), fontsize="small", parse_math=False)
         try:
-            figure.savefig(
-                path, metadata={} if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
-            )
+            metadata = {} if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
+            figure.savefig(path, metadata=metadata)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -153,9 +153,8 @@ def _refused_text(results: Sequence[PolicyResult]) -> str:
 
 
 def _audit_text(results: Sequence[PolicyResult]) -> str:
-    checked, wrong, unproven = (
-        sum(getattr(result, name) for result in results) for name in ("checked", "disagreements", "unproven")
-    )
+    names = ("checked", "disagreements", "unproven")
+    checked, wrong, unproven = (sum(getattr(result, name) for result in results) for name in names)
     rest = f", {unproven:,} could not be compared" if unproven else ""
     if wrong:
         return f"index and engines DISAGREED on {wrong:,} of {plural(checked, 'lookup')}, which is a defect{rest}"

@@ -198,7 +198,6 @@ class SimulatedEngine:
     # --- decoding
 
     def _schedule_decoding(self, work: _Work) -> None:
-        """Schedule a token of every decoding sequence."""
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
                 continue  # the job was preempted after the entry was added

@@ -109,9 +109,8 @@ def mooncake_request(sessions: Sessions, line: bytes, number: int) -> Request:
     pieces, rest = divmod(length, PIECE_TOKENS)
     needed = pieces + (rest > 0)
     if len(ids) != needed:
-        raise ValueError(
-            f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens, but has {len(ids)}"
-        )
+        expected = f"{needed} hash_ids, one for every {PIECE_TOKENS} tokens"
+        raise ValueError(f"input_length {length} needs {expected}, but has {len(ids)}")
     drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
     if rest:
         drawn.append(Drawn(ids[-1], rest))
@@ -218,9 +217,8 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
     with _open_for_writing(path) as file:
         for number, request in enumerate(requests, 1):
             if not last <= request.at < float("inf"):
-                raise WorkloadError(
-                    f"cannot write {path}: request {number} has the time {request.at}: expected a finite time from {last} on"
-                )
+                reason = f"request {number} has the time {request.at}: expected a finite time from {last} on"
+                raise WorkloadError(f"cannot write {path}: {reason}")
             last = request.at
             file.write(_ENCODER.encode(plain_row(request)) + b"\n")
     return number

@@ -133,9 +133,8 @@ class FakeEngine:
         self.requests.append(start)
         if not (self.is_up and self.answers_replay):
             return
-        connection.replies.extend(
-            replay_batch_frames(self._topic, seq, payload) for seq, payload in self._buffer if seq >= start
-        )
+        batches = [batch for batch in self._buffer if batch[0] >= start]
+        connection.replies.extend(replay_batch_frames(self._topic, seq, payload) for seq, payload in batches)
         connection.replies.append(replay_end_frames(has_topic=True))
 
 
@@ -217,9 +216,8 @@ class FakeTransport:
         """Connect to an engine of this transport. Raise `EndpointError` if no engine has this endpoint."""
         engine = self._engines.get(source.endpoint)
         if engine is None:
-            raise EndpointError(
-                f"no fake engine at {source.endpoint}; start one with FakeTransport.engine()", endpoint=source.endpoint
-            )
+            sentence = f"no fake engine at {source.endpoint}; start one with FakeTransport.engine()"
+            raise EndpointError(sentence, endpoint=source.endpoint)
         connection = FakeConnection(engine, self)
         self._connections.append(connection)
         engine.connections.append(connection)

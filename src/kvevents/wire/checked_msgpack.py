@@ -119,9 +119,8 @@ class DecodeBudget:
     def take_bytes(self, name: str, size: int) -> None:
         """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if fewer bytes are left for the batch."""
         if size > self._bytes_left:
-            raise DecodeRejectedError(
-                "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
-            )
+            sentence = f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
+            raise DecodeRejectedError("oversized", sentence)
         self._bytes_left -= size
 
 

@@ -326,6 +326,5 @@ def _normalize_store(event: BlockStored, limits: WireLimits) -> bool:
         event.parent_block_digest, event.parent_block_hash = parent, int.from_bytes(parent[-8:], "big")
     elif parent is not None and parent < 0:
         event.parent_block_hash = parent & _MASK
-    return all(
-        values is None or len(values) <= limits.max_hashes for values in (keys, event.extra_keys, event.lookahead_token_ids)
-    )
+    lists = (keys, event.extra_keys, event.lookahead_token_ids)
+    return all(values is None or len(values) <= limits.max_hashes for values in lists)
