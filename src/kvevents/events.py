@@ -46,7 +46,7 @@ __all__ = [
 MEDIUM_GPU: Final = "GPU"
 """Device memory (vLLM, SGLang)."""
 MEDIUM_ALL: Final = "*"
-"""The medium in a clear of all tiers (`AllBlocksCleared({"medium": "*"})`). Only senders of kvevents send this medium."""
+"""The medium in a clear of all tiers (`AllBlocksCleared({"medium": "*"})`). Only kvevents sends this medium."""
 MEDIUM_CPU: Final = "CPU"
 """Host memory (vLLM from 0.27)."""
 MEDIUM_STORAGE: Final = "STORAGE"

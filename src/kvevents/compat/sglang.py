@@ -1,4 +1,4 @@
-"""`sglang.srt.disaggregation.kv_events` with the publisher of kvevents.
+"""A replacement of `sglang.srt.disaggregation.kv_events` that uses the publisher of kvevents.
 
 The names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are sent as arrays (as up to
 0.5.19), which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
@@ -203,7 +203,7 @@ class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
-    """`kvevents.publisher.ZmqEventPublisher` with SGLang's parameters, and `dialect`."""
+    """A `kvevents.publisher.ZmqEventPublisher` with the parameters of SGLang's publisher, and `dialect`."""
 
     _default_dialect = DEFAULT_SGLANG_DIALECT
     _may_collide = True

@@ -1,4 +1,4 @@
-"""`vllm.distributed.kv_events` and `vllm.config.kv_events` with the publisher of kvevents.
+"""A replacement of `vllm.distributed.kv_events` and `vllm.config.kv_events` that uses the publisher of kvevents.
 
 The names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33. Programs for older releases work too:
 fields that later releases added are optional. Events are sent as arrays, the form of the releases up to 0.23, which almost all
@@ -94,7 +94,7 @@ class KVEventBatch(EventBatch):
 
 @dataclass
 class KVEventsConfig:
-    """`vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
+    """A replacement of `vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
 
     `publisher` is a name registered with `EventPublisherFactory`; vLLM itself accepts `null` and `zmq` only.
 
@@ -141,7 +141,7 @@ class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
-    """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters, and `dialect`.
+    """A `kvevents.publisher.ZmqEventPublisher` with the parameters of vLLM's publisher, and `dialect`.
 
     As in vLLM, `tcp://*:0` binds a port that the OS chooses, at this node's address (`get_ip`) only.
 

@@ -8,7 +8,7 @@ the digest. A plugin updates the digest with the cache: it adds the term of each
 each block that leaves. So reading the digest costs nothing. Consumers compare the digest with the blocks that they hold.
 
 If keys are configured, nothing is published unencrypted. If the settings cannot be used or the publisher of kvevents cannot be
-created, the engine with keys gets its null publisher, because the engine's own event publisher cannot encrypt.
+created, the engine gets its null publisher if keys are configured, because the engine's own event publisher cannot encrypt.
 """
 
 from __future__ import annotations
@@ -148,10 +148,10 @@ def replace_publisher(
 ) -> None:
     """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the plugin is turned on.
 
-    The publisher is always registered under `own_name`, unless that is empty. The engine's options can select `own_name`.
+    The publisher is always registered under `own_name`, unless `own_name` is empty. The engine's options can select `own_name`.
 
     Exceptions, for example from wrong settings or an unknown release of the engine, are logged. An exception is raised only if
-    keys are configured and the engine would publish unencrypted without it.
+    keys are configured and the engine would otherwise publish unencrypted.
     """
     settings, fault = None, None
     try:

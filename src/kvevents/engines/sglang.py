@@ -10,9 +10,9 @@ is computed from the events in the order in which the tree queued them. The dige
 cached tokens on the GPU (evictable and protected) equals the number of tokens in the digest's blocks. If the tree did not
 announce a change, or announced it twice, the numbers differ. Reading both numbers takes constant time.
 
-Unless keys are configured, no fault stops SGLang's events. If creating the publisher fails, SGLang uses its own publisher. If
-publishing fails later, SGLang's publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The
-page `guides/sglang.md` of the documentation lists the releases with which this module was run.
+If kvevents fails, SGLang still publishes its events, except when keys are configured. If creating the publisher fails, SGLang
+uses its own publisher. If publishing fails later, SGLang's publisher takes over. A fault in a hook ends the attestation. Each
+fault is logged once. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
 
 
 def _match_needs_kind(tree: Any, kind: str) -> bool:
-    """Return whether the tree matches a prefix only as far as it has data of this kind."""
+    """Return whether a match in the tree ends where data of this kind is missing."""
     components = {str(key): component for key, component in getattr(tree, "components", {}).items()}
     # A sliding window that only a draft model reads does not limit the prefix (SGLang from 0.5.23).
     is_decisive = getattr(components.get(kind), "gates_prefix_match", True)
@@ -122,7 +122,7 @@ def _match_needs_kind(tree: Any, kind: str) -> bool:
 
 
 def _dialect_of_release() -> Dialect:
-    """Return the dialect of the running release. A build without a version gets a dialect whose events have its form.
+    """Return the dialect of the running release. A build without a version gets a dialect with the build's form of events.
 
     The dialect is for heartbeats and full history, so that consumers written for the release can read them. SGLang's own events
     are always sent as SGLang declares them.

@@ -4,9 +4,9 @@ vLLM loads the entry points of the group `vllm.general_plugins` in every process
 created. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
 hooks into the block pool are installed when vLLM creates a publisher, so processes without a publisher have no hooks.
 
-Unless keys are configured, no fault stops vLLM's events. If creating the publisher fails, vLLM uses its own publisher. If
-publishing fails later, vLLM's publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The page
-`guides/vllm.md` of the documentation lists the releases with which this module was run.
+If kvevents fails, vLLM still publishes its events, except when keys are configured. If creating the publisher fails, vLLM uses
+its own publisher. If publishing fails later, vLLM's publisher takes over. A fault in a hook ends the attestation. Each fault is
+logged once. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _install_hooks() -> bool:
     if hasattr(pool.BlockPool, _REPEAT_METHOD_NAME):
         hook(pool.BlockPool, _REPEAT_METHOD_NAME, _suppress_announcements)
     elif "kv_cache_report_mode" in inspect.getsource(importlib.import_module("vllm.v1.request")):
-        # From vLLM 0.26 on, a request can ask that blocks are announced that were already cached.
+        # From vLLM 0.26 on, a request can ask vLLM to announce blocks that were already cached.
         logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
         return False
     block_map = getattr(pool, "BlockHashToBlockMap", None)
@@ -145,7 +145,7 @@ def _has_groups() -> bool:
 def _suppress_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     """Suppress announcements of blocks that were already cached, and of positions in a sliding window that hold no block.
 
-    Consumers would count each such block as a further copy, which no event removes. Consumers that join late get full history.
+    Consumers would count each announcement as a further copy that no event removes. Consumers joining late get full history.
     """
 
     def emit_cached_block_events(*_arguments: Any, **_options: Any) -> None:
@@ -224,7 +224,7 @@ def _digest_of(manager: Any) -> int:
 
 
 def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache. Not every connector can, and no connector can empty a cache in use."""
+    """Record whether a connector has emptied its cache. Some connectors cannot empty it; none can empty a cache in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)
@@ -235,7 +235,7 @@ def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_connector_events(scheduler: Any) -> list[Any]:
-    """Take the events that wait in a connector, and return them except clears."""
+    """Take the events that wait in a connector, and return all except clears."""
     take_events = getattr(scheduler.connector, "take_events", None)
     return [] if take_events is None else [event for event in take_events() if type(event).__name__ != "AllBlocksCleared"]
 

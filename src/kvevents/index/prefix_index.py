@@ -47,7 +47,7 @@ class IndexLimits(Struct, frozen=True):
     """Maximum number of removed workers that are remembered, to reject their late deliveries. Above this number, the worker
     that was removed longest ago is forgotten."""
     max_speculated: int = 1_000_000
-    """Maximum number of blocks in the overlay; above it, the oldest decisions end before they expire."""
+    """Maximum number of blocks in the overlay; above it, the oldest speculative entries are removed before they expire."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
@@ -134,7 +134,7 @@ class WorkerInfo(Counters, frozen=True):
     """Whether the worker's blocks were those of the engine's own cache at the last attestation; None before the incarnation's
     first attestation. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
-    """Number of blocks by tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
+    """Number of blocks on each tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
 
 
 class IndexStats(Counters, frozen=True):
@@ -146,15 +146,15 @@ class IndexStats(Counters, frozen=True):
     unique_blocks: int
     """Number of different blocks; a block that several workers hold counts once."""
     wire_rejected: dict[str, int] = {}
-    """Number of events and fields in payloads that could not be decoded, by reason."""
+    """Maps each reason to the number of events and fields in payloads that could not be decoded."""
     speculated: int = 0
     """Number of blocks in the overlay."""
     confirmed: int = 0
-    """Number of decisions in the overlay whose prompt the worker stored before the decision expired."""
+    """Number of speculative entries whose prompt the worker stored before the entry expired."""
     expired: int = 0
-    """Number of decisions in the overlay that expired."""
+    """Number of speculative entries that expired."""
     displaced: int = 0
-    """Number of decisions that ended before they expired, because the overlay had more than `max_speculated` blocks."""
+    """Number of speculative entries removed before they expired, because the overlay had more than `max_speculated` blocks."""
 
 
 _T = TypeVar("_T")
@@ -199,8 +199,8 @@ class PrefixIndex(_native.NativeIndex):
     """Finds the prefix of a prompt that each worker holds, by tier, exactly as the streams announced the blocks.
 
     Thread-safe. Deliveries of one stream must be applied in the order in which a subscriber returns them. `memory_limit` is in
-    bytes. At the limit, new blocks are rejected and counted as `evicted`; existing blocks stay. The first new blocks to be
-    rejected are those of workers with at least the average number of blocks. Entries of the overlay expire by `clock`.
+    bytes. At the limit, new blocks are rejected and counted as `evicted`; existing blocks stay. Blocks of workers that have at
+    least the average number of blocks are rejected first. Entries of the overlay expire by `clock`.
     """
 
     def __new__(
@@ -269,7 +269,7 @@ class PrefixIndex(_native.NativeIndex):
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
-        Returns the outcomes of the payloads that were not applied or caused a report, by position in `payloads`.
+        Maps the position in `payloads` to the outcome, for each payload that was not applied or caused a report.
         """
         return self._apply_run(*_source_and_rank(stream), incarnation, first, payloads)
 
@@ -358,7 +358,7 @@ class PrefixIndex(_native.NativeIndex):
 
         The other ranks that a worker's stream carries are removed with it.
 
-        Later deliveries of the current incarnation are void until `readmit`; those of a new incarnation are accepted.
+        Until `readmit`, later deliveries of the current incarnation get the status `void`; those of a new one are accepted.
         """
         if isinstance(source, tuple):
             source, rank = source
@@ -433,7 +433,7 @@ class PrefixIndex(_native.NativeIndex):
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
         """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was routed there.
 
-        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. An
+        The entry counts only in `match(..., overlay=True)`, and only if it is longer than the prefix that the worker holds. An
         entry has at most the first 65,536 blocks of the prompt.
         """
         if not ttl > 0:

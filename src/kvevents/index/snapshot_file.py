@@ -23,7 +23,7 @@ Workers: TypeAlias = list[tuple[str, int]]
 _NO_SYNC_ERRNOS: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
 """Error numbers for a folder that the process cannot read, or whose file system cannot sync folders."""
 _PIECE_BYTES: Final = 1 << 20
-"""Number of bytes of one read from or write to a file object."""
+"""Number of bytes that one call reads from or writes to a file object."""
 _RESTORE_HINT: Final = "the index was not changed: restore another file, or start without a snapshot"
 _MERGE_HINT: Final = "the index was not changed: check the file, or merge another one"
 _RETRY_HINT: Final = "its content is not a valid snapshot: write the snapshot again to another place"

@@ -203,9 +203,9 @@ class QueuedPublisher(EventPublisher):
         """Accept one batch and give it the next number. The method never blocks, and raises only after `shutdown()`.
 
         A batch without a rank gets the rank of this publisher. If the queue is full, the batch is dropped and counted; its
-        number stays unused, and consumers see a gap. An object that is not a batch leaves a gap as well. Do not change the
-        batch afterwards: another thread encodes it. In a forked child, and after the publisher thread has ended because its
-        ZeroMQ context was terminated, batches are dropped and counted.
+        number stays unused, and consumers see a gap. An object that is not a batch also uses a number and leaves a gap. Do not
+        change the batch afterwards: another thread encodes it. In a forked child, and after the publisher thread has ended
+        because its ZeroMQ context was terminated, batches are dropped and counted.
 
         Raises `ClosedError`, a RuntimeError, after `shutdown()`.
         """

@@ -47,8 +47,8 @@ class Compactor:
 
     `payloads` returns the state as stores that rebuild every chain after a clear. A consumer that applies these stores has the
     same state as one that has received every batch, except that it may count more copies as uncertain. If the kind of a group
-    is unknown, its blocks are stored without tokens. Stores with a wrong number of tokens for their hashes are ignored. If
-    payloads state several ranks, each rank has its own state, as in an index.
+    is unknown, its blocks are stored without tokens. Stores whose number of tokens does not fit their number of hashes are
+    ignored. If payloads state several ranks, each rank has its own state, as in an index.
     """
 
     def __init__(self, native: Any) -> None:
@@ -245,7 +245,7 @@ def encode_snapshot(
 
 
 def _decode_piece(piece: bytes, rank: int | None) -> _Group:
-    """Return the rank of a piece (`rank` if the piece states none) and its events; an empty list if the piece only clears."""
+    """Return the rank of a piece (`rank` if the piece states none) and its events (empty if the piece only clears)."""
     _, maps, *stated = msgspec.msgpack.decode(piece)
     is_clear = maps[0]["type"] == "AllBlocksCleared"
     events = [] if is_clear else [_EVENT_TYPES[fields.pop("type")](**fields) for fields in maps]

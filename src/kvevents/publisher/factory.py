@@ -15,7 +15,7 @@ _OWN_FIELDS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "he
 
 
 class PublisherRegistry:
-    """Constructors by name. kvevents, its vLLM interface and its SGLang interface have separate registries."""
+    """Maps names to constructors. kvevents, its vLLM interface and its SGLang interface have separate registries."""
 
     _registry: ClassVar[dict[str, Callable[..., EventPublisher]]]
 

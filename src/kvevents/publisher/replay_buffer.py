@@ -102,7 +102,7 @@ class _Snapshot(NamedTuple):
     """Number of the last batch in the snapshot."""
     batches: list[SequencedPayload]
     latest_start: int
-    """Highest number with which a request may start and get the snapshot."""
+    """Highest first number of a request that gets the snapshot."""
     has_parts: bool
     """Whether the snapshot has several parts, which have the numbers of batches that were sent."""
 
@@ -299,7 +299,7 @@ class ReplayBuffer:
         return snapshot_input  # noqa: RET504 - after an exception, the variable is None
 
     def _batches_before_buffered(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
-        """Return the batches that precede the buffered ones in a reply from `start`. All requests share an encoded snapshot."""
+        """Return the batches that precede the buffered ones in a reply from `start`. A snapshot is encoded once."""
         if source.pieces is not None:
             with self._disabling_compaction_on_error():
                 self._refresh_snapshot(source, source.pieces)
@@ -360,7 +360,7 @@ class ReplayBuffer:
     def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
-        Without history, `last_seq` is -1. No consumer may hold a batch up to `last_seq` that it has not delivered yet.
+        Without history, `last_seq` is -1. Consumers must not hold undelivered batches up to `last_seq`.
         """
         with self._history_lock:
             if payloads:
@@ -379,7 +379,7 @@ class ReplayBuffer:
             return len(self._batches), self._batches.bytes
 
     def history_stats(self) -> HistoryStats | None:
-        """Return the state of the history after the newest compaction; None without compaction. Waits for no lock."""
+        """Return the state of the history after the newest compaction; None without compaction. Does not wait for a lock."""
         return self._history_stats
 
     def _update_stats(self) -> None:

@@ -68,7 +68,7 @@ class InFlightFrames:
         """Number of bytes in flight to all consumers, as of the last `poll`."""
 
     def has_room(self, identity: bytes, size: int) -> bool:
-        """Whether a large frame may be sent to this consumer now. Frames to other consumers count as of the last `poll`."""
+        """Whether limits allow a large frame to this consumer. Frames to other consumers count as of the last `poll`."""
         self._poll_consumer(identity)
         in_flight = self._bytes.get(identity, 0)
         fits = in_flight + size <= self._settings.in_flight_bytes and self.size + size <= self._settings.total_in_flight_bytes
@@ -318,7 +318,7 @@ class ReplayServer:
         send(self._in_flight.track(identity, last) if is_large else last)
 
     def _abandon_if_slow(self, session: ReplySession, now: float) -> None:
-        """Abandon the reply if its consumer has, for too long, read nothing or read more slowly than `min_read_rate`."""
+        """Abandon the reply if its consumer reads nothing or reads slowly for longer than `progress_timeout` allows."""
         settings = self._settings
         patience = settings.progress_timeout if self._has_room() else settings.busy_timeout
         in_flight = self._in_flight.bytes_of(session.identity)
@@ -340,7 +340,7 @@ class ReplayServer:
         self._count["finished"] += 1
 
     def _end_session(self, session: ReplySession, reason: str) -> None:
-        # The session is removed before it is counted as ended, so that it is never counted as active and as ended at once.
+        # The session is removed before it is counted as ended, so that it is never counted as both active and ended.
         del self._sessions[session.identity]
         self._count[reason] += 1
 

@@ -16,7 +16,7 @@ class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_pause: Seconds = 0.00025
     """Minimum pause before the first poll of the queue."""
     min_poll_interval: Seconds = 0.0001
-    """Minimum pause between two polls, once a batch is expected."""
+    """Minimum pause between two polls while a batch is expected."""
 
 
 class ReplayBufferSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +72,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     large_frame_bytes: Bytes = 16 * 1024
     """Minimum size in bytes of a frame that is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
     in_flight_bytes: Bytes = 4 * 1024 * 1024
-    """Maximum bytes of large frames in flight to one consumer. One larger frame can be sent if no other frame is in flight."""
+    """Maximum bytes of large frames in flight to one consumer. A single larger frame is sent if no other is in flight."""
     total_in_flight_bytes: Bytes = 64 * 1024 * 1024
     """If more bytes of large frames are in flight to all consumers, each consumer gets only one large frame at a time."""
     in_flight_poll_interval: Seconds = 0.002

@@ -19,7 +19,7 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     batches: int = 0
     """Number of batches sent in replies."""
     active: int = 0
-    """Replies in progress."""
+    """Number of replies in progress."""
     finished: int = 0
     abandoned: int = 0
     """Number of replies that were given up because the consumer read nothing or too slowly, or because of a shutdown."""
@@ -62,9 +62,9 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     """Number of batches that were accepted and are not yet published."""
     dropped: dict[str, int] = {}
-    """Dropped batches by reason: `queue_full` (not accepted; their numbers are gaps), `encode_failed` and `send_failed`
-    (accepted, but an exception prevented encoding or sending), `ended` (not accepted and without numbers, because the publisher
-    had ended without `shutdown()`, or in a forked child)."""
+    """Number of dropped batches for each reason: `queue_full` (not accepted; their numbers are gaps), `encode_failed` and
+    `send_failed` (accepted, but an exception prevented encoding or sending), `ended` (not accepted and without numbers, because
+    the publisher had ended without `shutdown()`, or in a forked child)."""
     failures: dict[str, int] = {}
     """Number of exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are
     switched off by their first exception. An exception in `replay_buffer` empties the buffer. The publisher thread (`thread`)
@@ -104,7 +104,7 @@ class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureLog:
-    """Counts and logs the exceptions that a publisher survives, by part. Only one thread may record exceptions of a part."""
+    """Counts and logs, per part, the exceptions that a publisher survives. Only one thread may record exceptions of a part."""
 
     def __init__(self, logger: logging.Logger, label: str, log_interval: float) -> None:
         self._logger = logger
@@ -126,7 +126,7 @@ class FailureLog:
         self._counts[part] = self._counts.get(part, 0) + 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of exceptions by part; parts without exceptions are omitted."""
+        """Return the number of exceptions of each part; parts without exceptions are omitted."""
         return dict(self._counts)
 
 

@@ -109,7 +109,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     _default_dialect = DEFAULT_DIALECT
     _may_collide = False
-    """Whether two ranks may use the same port, as in the engines, where ranks may run on different nodes."""
+    """Whether two ranks may use the same port; the engines allow this, because ranks can run on different nodes."""
     _published_count = _heartbeats = 0
     _history_problem: str | None = None
     """Why the snapshot of older history was unavailable at the last check; None if it was available."""
@@ -456,7 +456,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
         None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread may take a tenth of a second longer, and the termination of
         ZeroMQ's context may take `PublisherSettings.term_timeout` longer. The method can be called repeatedly and from several
-        threads; all calls return the same report. If a call was interrupted, such as by Ctrl-C, the next call completes the
+        threads; all calls return the same report. If a call was interrupted, for example by Ctrl-C, the next call completes the
         shutdown. The report and one logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
         """
         if self._pid != os.getpid():

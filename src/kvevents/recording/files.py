@@ -167,7 +167,7 @@ class RecordingWriter(Closeable):
     """Writes frames to a new recording, as a context manager. The frames are in the file after `flush` or `close`.
 
     A full disk, or a file that exists and is not empty, raises `RecordingError`. After a failed write, every later write fails
-    too, so that a recording has no undetected hole.
+    too, so that no missing frame stays undetected.
     """
 
     def __init__(self, path: StrPath) -> None:

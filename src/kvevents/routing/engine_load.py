@@ -32,7 +32,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, g
     max_tokens: _Count
     """Capacity of the KV cache in tokens; 0 if the engine does not know it."""
     rank: int | None = None
-    """Data-parallel rank, as the engine numbers it; only for people."""
+    """Data-parallel rank, as the engine numbers it; for display only."""
     waiting_uncached_tokens: _Count | None = None
     """Number of prompt tokens that waiting requests must compute; None if the engine, such as vLLM, does not report it."""
     total_tokens: _Count = 0

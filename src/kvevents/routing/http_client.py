@@ -56,8 +56,8 @@ class RequestLimits:
     max_bytes: int
     """Maximum size of the response's body in bytes."""
     connect_seconds: float | None = None
-    """Maximum number of seconds for name resolution, connection and TLS, after which `seconds` begin; None if `seconds` are for
-    everything."""
+    """Maximum number of seconds for name resolution, connection and TLS, after which `seconds` begin; None if `seconds`
+    includes them."""
 
 
 class HttpConnections(AsyncCloseable):

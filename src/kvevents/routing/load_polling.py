@@ -1,9 +1,10 @@
 """Polls the HTTP servers of engines that publish no load.
 
 Theory of operation. There is one task for each URL, even if several ranks have the same URL. In a loop, the task requests the
-URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at a
-time, so a slow or hostile server only affects its own load. While requests to a server fail, the pauses between them grow up to
-`MAX_PAUSE_SECONDS`. The reason for a failure is stored with each rank. The begin and the end of a failure are logged.
+URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and at most
+`at_once` run at a time, so a slow or hostile server affects only its own load. While requests to a server fail, the pauses
+between them grow up to `MAX_PAUSE_SECONDS`. The reason for a failure is stored with each rank. The beginning and the end of a
+failure are logged.
 """
 
 from __future__ import annotations

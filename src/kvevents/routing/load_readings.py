@@ -3,11 +3,11 @@
 An HTTP server reports load in the Prometheus metrics of vLLM and SGLang, and in vLLM's `/load`.
 
 vLLM publishes no load. vLLM's server has `/metrics` unless it was started with `--disable-log-stats`
-(`vllm/v1/metrics/loggers.py`); each series has the data-parallel rank in the label `engine`. The names are the same in all
-releases from 0.11 to 0.33; releases up to 0.11 also have the older `vllm:gpu_cache_usage_perc`. `/load` returns
+(`vllm/v1/metrics/loggers.py`); each series has the data-parallel rank in the label `engine`. The names of the metrics are equal
+in all releases from 0.11 to 0.33; releases up to 0.11 also have the older `vllm:gpu_cache_usage_perc`. `/load` returns
 `{"server_load": n}`: the number of requests at this server process (`vllm/entrypoints/serve/instrumentator/basic.py`), which
-stays 0 unless the server has the option `--enable-server-load-tracking`. SGLang's server has `/metrics` with
-`--enable-metrics` (`sglang/srt/observability/metrics_collector.py`).
+stays 0 unless the server has the option `--enable-server-load-tracking`. SGLang's server has `/metrics` with `--enable-metrics`
+(`sglang/srt/observability/metrics_collector.py`).
 """
 
 # This module has no `from __future__ import annotations`, for the reason that `kvevents.client.schemas` states.
@@ -232,8 +232,8 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     at_once: Positive = 64
     """Maximum number of concurrent requests."""
     polls_per_second: Positive = 500
-    """Maximum number of requests per second to all servers. Each request takes about 0.4 ms of CPU. If there are too many
-    servers, `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
+    """Maximum number of requests per second to all servers. Each request takes about 0.4 ms of CPU. If this limit is too low
+    for all servers, `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

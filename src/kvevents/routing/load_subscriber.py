@@ -1,10 +1,10 @@
 """Receives the load reports of engines, and stores the newest report of each engine.
 
 Reports have no timestamp, and only the newest report matters. The event loop of one thread receives a report as soon as it
-arrives, so the age of a report is the time since its arrival. Reports older than `max_age_seconds` are not returned, so a
-stream that is absent, silent or invalid affects no other load. One report is stored for each source. Engines that publish no
-load are polled in the same loop (`load_polling`). Host names are resolved in separate threads (`zeromq.name_resolver`). While a
-stream with a host name is silent, its socket tries the addresses of the name one by one.
+arrives, so the age of a report is the time since its arrival. Reports older than `max_age_seconds` are not returned. A stream
+that is absent, silent or invalid affects no other load. One report is stored for each source. Engines that publish no load are
+polled in the same loop (`load_polling`). Host names are resolved in separate threads (`zeromq.name_resolver`). While a stream
+with a host name is silent, its socket tries the addresses of the name one by one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Stream(Readings):
             self._address = address
 
     def receive(self, now: float) -> bool:
-        """Read at most `_MESSAGES_PER_TURN` messages that have arrived. Return whether there may be more."""
+        """Read at most `_MESSAGES_PER_TURN` messages that have arrived. Return whether there may be more to read."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 message = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
@@ -109,9 +109,9 @@ class _Stream(Readings):
 class LoadSubscriber(Closeable):
     """Receives the loads that engines publish, and polls engines that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load, in the subscriber's thread; exceptions
-    that it raises are logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` if a source must be polled
-    and the extra `service` is not installed.
+    `Router(engine_load=...)` accepts the method `load`. `on_load` is called with each load, in the subscriber's thread;
+    exceptions that it raises are logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` if a source
+    must be polled and the extra `service` is not installed.
     """
 
     def __init__(

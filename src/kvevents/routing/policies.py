@@ -77,7 +77,7 @@ def break_tie(ties: Ties, candidates: Sequence[Candidate], rule: str = "rotate")
 # --- policies that ignore caches
 
 DECODING_WEIGHT: Final = 256.0
-"""Load of a request after its first token, as the number of prompt tokens whose computation takes as long.
+"""Load of a request after its first token, in prompt tokens with the same computing time.
 
 A step that generates one token of an answer takes as long as computing about ten prompt tokens, since the step reads the keys
 and values of all earlier tokens. An answer takes some hundred steps, but a new prompt only waits for some of them. The values
@@ -89,7 +89,7 @@ MEASURES: Final[dict[str, Callable[[Load], float]]] = {
     "requests": lambda load: load.requests,
     "tokens": lambda load: load.waiting_tokens + DECODING_WEIGHT * load.decoding,
 }
-"""Functions that measure a load, by the name of the measure."""
+"""Maps the name of each measure to the function that measures a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,18 +255,18 @@ class PrefixAwareSettings:
 
     wait_weight: float = 0.15
     """Weight of a waiting token, relative to a token of this prompt that must be computed; at least 0. With 1, both count
-    alike, as in the time to this prompt's first token."""
+    equally: both delay this prompt's first token equally."""
     load_weight: float = 0.05
     """Cost of a load that equals the mean of all candidates, relative to computing the whole prompt; at least 0. If both
     weights are 0, only caches count."""
     decoding_weight: float = DECODING_WEIGHT
-    """Number of tokens of work that a request counts as after its first token; at least 0."""
+    """Load of a request after its first token, in prompt tokens to compute; at least 0."""
     context_weight: float = 0.0
-    """Tokens of work that each prompt token of a request counts as after its first token, for engines short of memory; at least
-    0. With 1, the policy balances tokens in memory rather than waiting tokens."""
+    """Further load for each prompt token of a request after its first token, for engines short of memory; at least 0. With 1,
+    the policy balances tokens in memory rather than waiting tokens."""
     tiers: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TIER_WEIGHTS.items()))
-    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Tiers without a value have their value
-    in `TIER_WEIGHTS`; unknown tiers have the lowest value of all tiers."""
+    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Tiers that are not in the mapping get
+    their value from `TIER_WEIGHTS`; unknown tiers have the lowest value of all tiers."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
     """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. The default is in `TRUST_WEIGHTS`.
     Tokens that might be gone (`Candidate.uncertain`) have the lower of this factor and that of DEGRADED."""
@@ -279,7 +279,7 @@ class PrefixAwareSettings:
     tie: str = "rotate"
     """How to choose between equal candidates: `rotate`, `random` or `first`."""
     sample: int = 0
-    """Consider only the candidate that holds most of the prompt, and this many random others; 0 considers all."""
+    """Consider only the candidate with the longest prefix of the prompt, and this many random candidates; 0 considers all."""
 
     def __post_init__(self) -> None:
         for name in ("wait_weight", "load_weight", "decoding_weight", "context_weight"):
@@ -309,7 +309,7 @@ class PrefixAware:
         )
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the candidate with the lowest score; of equal scores, the one that must compute less; then `tie` decides."""
+        """Choose the candidate with the lowest score; among equal scores, the one that must compute less; then by `tie`."""
         sampled = self._sample(candidates)
         loads = [one.load for one in sampled]
         scores, best = self._scorer.weigh(
@@ -364,14 +364,14 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         PrefixAware.name: _make_factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
     }
 )
-"""Factories of policies by name. The arguments of a factory are a seed, and the policy's settings as keywords."""
+"""Maps the name of each policy to its factory. The arguments of a factory are a seed, and the policy's settings as keywords."""
 
 
 def policy(name: str, seed: int | None = None, **settings: Any) -> Policy:
     """Return a policy by its name. Raises `ConfigError` for an unknown name and for an invalid setting.
 
-    With a seed, equal requests give equal decisions. Without a seed, each policy starts at random, as several routers of one
-    fleet need.
+    With a seed, equal requests give equal decisions. Without a seed, each policy starts at random, so that several routers of
+    one fleet do not all choose the same workers.
     """
     if name not in POLICIES:
         raise ConfigError(f"invalid policy {name!r}: expected one of {', '.join(POLICIES)}")

@@ -21,7 +21,7 @@ Worker: TypeAlias = tuple[str, int]
 class Load(Struct, frozen=True, gc=False):
     """The work of a worker: the requests that the router has sent to the worker and that have not ended.
 
-    If the engine reports its load, the report counts instead (`Router`).
+    If the engine reports its load, the report replaces these numbers (`Router`).
     """
 
     requests: int = 0
@@ -31,7 +31,7 @@ class Load(Struct, frozen=True, gc=False):
     decoding: int = 0
     """Number of requests after their first token."""
     decoding_tokens: int = 0
-    """Number of prompt tokens of the requests in `decoding`, including cached tokens: answers attend to all."""
+    """Number of prompt tokens of the requests in `decoding`, including cached tokens, which each step also reads."""
 
 
 IDLE = Load()
@@ -45,7 +45,8 @@ class Candidate(Struct, frozen=True, gc=False):
     tokens: int = 0
     """Number of tokens of the longest prefix that the worker holds, on any tiers; 0 if the policy does not use the index."""
     tiers: Mapping[str, int] = {}
-    """Cumulative matched tokens by tier: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
+    """Cumulative number of matched tokens on each tier: `cpu` counts a prefix that starts on the GPU and continues in host
+    memory."""
     trust: str = "EXACT"
     """State of the worker's stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()

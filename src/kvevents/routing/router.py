@@ -120,7 +120,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def tiers(self) -> Mapping[str, int]:
-        """Cumulative number of matched tokens by tier."""
+        """Maps each tier to the cumulative number of matched tokens."""
         return self.choice.chosen.tiers
 
     @property
@@ -186,10 +186,10 @@ class Router:
       connection.
     - `engine_load` returns the newest load of a worker, or None if the load is unknown or too old (`LoadSubscriber.load`).
       `engine_load` must not call the router, and must return the same object until the engine reports again. A report replaces
-      the router's own count, because it includes the requests of other routers and excludes requests that ended unnoticed.
-      Requests that this router has sent after the report are added. For an engine that does not report how many tokens wait,
-      such as vLLM, each waiting request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if
-      no request waits.
+      the router's own count, because the report includes the requests of other routers and excludes requests that ended
+      unnoticed. Requests that this router has sent after the report are added. For an engine that does not report how many
+      tokens wait, such as vLLM, each waiting request counts as the mean of this router's waiting requests, or as
+      `DECODING_WEIGHT` tokens if no request waits.
     - With `overlay_seconds` above 0 and a policy that uses the index, a prompt counts as cached by the chosen worker for
       `overlay_seconds`, or until events confirm it.
     - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as
@@ -231,7 +231,7 @@ class Router:
         self._requests: dict[Hashable, _Request] = {}
         self._lock = threading.RLock()
         self.evicted = 0
-        """Number of requests that counted as finished because of `max_in_flight`, since a caller of `route` omits `finish`."""
+        """Number of requests that counted as finished because of `max_in_flight`, usually because a caller omits `finish`."""
         self.expired = 0
         """Number of requests that counted as finished `expiry_seconds` after they were routed."""
 

@@ -15,7 +15,7 @@ from kvevents.stream.trust import TrustState
 Tier: TypeAlias = Literal["gpu", "cpu", "disk", "other"]
 """A tier that `/v1/select` weighs; `other` is the tier of all unknown media."""
 TIER_WEIGHTS: Final[Mapping[Tier, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
-"""Value of a cached token by tier. 1 is the value of a token in GPU memory, 0 that of a token that must be computed."""
+"""Maps each tier to the value of a token cached there: 1 for a token in GPU memory, 0 for a token that must be computed."""
 TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
     "EXACT": 1.0,
     "REPLAYING": 0.8,
@@ -23,10 +23,10 @@ TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
     "CONNECTING": 0.0,
     "STALE": 0.0,
 }
-"""Factor for the cached tokens of a worker by its trust state."""
+"""Maps each trust state to the factor for the cached tokens of a worker."""
 
 _DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
-"""Reachability of a worker by its trust state: 0 connected, 1 not yet connected, 2 connection lost."""
+"""Maps trust states to the distance of a worker; see `distance_of`."""
 DISTANCE_SILENT: Final = 1
 """Distance of a worker whose stream is connected but whose server does not answer."""
 DISTANCE_LOST: Final = 2

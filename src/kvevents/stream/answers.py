@@ -37,11 +37,11 @@ class AnswerReader:
         self.conflicts = 0
         """Number of conflicts since the last match."""
         self._resyncs = 0
-        """Number of restarts, without a match in between, that began because replay lacked a batch that it had sent."""
+        """Number of restarts since the last match, each because replay no longer had a batch that it had sent."""
         self.distrusted_until: float | None = None
         """The time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
         self._retries_distrusted = False
-        """Whether the replay endpoint, which was distrusted, is queried again; a further conflict distrusts it at once."""
+        """Whether the replay endpoint is queried again after it was distrusted; the next conflict distrusts it at once."""
         self._source = source
         self._limits = limits
         self._deliverer = deliverer
@@ -106,12 +106,12 @@ class AnswerReader:
         return ReplayFetch(Purpose.FILL, start, unconfirmed)
 
     def _fetch_from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
-        """Return a request from the first batch that replay must repeat; before the first delivery, from the next batch."""
+        """Return a request from the first batch that replay must repeat; without such a batch, from the next number."""
         deliverer = self._deliverer
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
         if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
-            # An older live batch cannot confirm the unconfirmed batch, but shows whether its publisher answers.
+            # The live batch is older than the unconfirmed batch, so it only shows whether the live publisher answers.
             unconfirmed = live
         first = deliverer.chain.first or unconfirmed or live or deliverer.newest
         live_before = -1 if live is None else live.seq
@@ -204,7 +204,7 @@ class AnswerReader:
         return None
 
     def expire(self) -> NextInput:
-        """End the request, because its timeout has passed without anything new; then retry it, or give up replay."""
+        """End the request, because its timeout has passed without progress; then retry it, or give up replay."""
         deliverer, fetch = self._deliverer, self.fetch
         if fetch is None:
             return None
@@ -219,7 +219,7 @@ class AnswerReader:
 
     @property
     def is_endless(self) -> bool:
-        """Whether too many consecutive messages of the open answer have brought nothing new."""
+        """Whether the open answer has had more than `max_duplicate_replies` consecutive messages without progress."""
         return self.fetch is not None and self.fetch.duplicates > self._limits.max_duplicate_replies
 
     def _read_batch(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
@@ -322,7 +322,7 @@ class AnswerReader:
             return self._handle_conflict(fetch, reason)
         if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
             return Input.NEW_INCARNATION, reason
-        # Replay has compacted the batch or never had it, so the difference shows no other publisher.
+        # Replay has compacted the batch or never had it, so the difference does not prove another publisher.
         self._progress(fetch, is_new=False)
         if self._deliverer.cross_check.all_unconfirmed:
             return self._resync_or_give_up(fetch, reason)
@@ -349,7 +349,7 @@ class AnswerReader:
         return self._accept(fetch, reply)
 
     def _begin_after_missing(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
-        """Handle an answer that lacks the missing batch. If the answer begins with a snapshot, replay has no earlier batch.
+        """Handle an answer without the missing batch. If the answer begins with a snapshot, replay has no earlier batch.
 
         A retry for an earlier gap would only bring another snapshot of several MiB.
         """
@@ -402,10 +402,10 @@ class AnswerReader:
         return (Input.REPLAY_AHEAD,)
 
     def _follow_snapshot(self, fetch: ReplayFetch, reply: ReplayBatch) -> bool:
-        """Return whether the batch may be a part of a snapshot that has several parts.
+        """Return whether the batch can be a part of a snapshot that has several parts.
 
-        An answer begins with the consecutive parts, each with a digest at its end. Live batches may have the same numbers, and
-        must not replace later parts of the answer.
+        An answer begins with the consecutive parts, each with a digest at its end. Live batches can have the same numbers as
+        later parts, and must not replace these parts.
         """
         seq, parts = reply.seq, self._deliverer.order.parts
         if seq in (fetch.snapshot_part, fetch.snapshot_part + 1) and ends_with_digest(reply.payload):
@@ -452,7 +452,7 @@ class AnswerReader:
             fetch.incomplete = 0
             deliverer.declare_gap(order.gap_before_early_batches())
         if not order.is_complete or (fetch.has_more and order.highest_known > order.last_live):
-            # Batches are missing, or the answer may have been incomplete: request again until an answer brings nothing new.
+            # Batches are missing, or the answer may have been incomplete: request again until an answer brings no new batch.
             self._retry(fetch)
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
@@ -488,7 +488,7 @@ class AnswerReader:
         forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
         if not fetch.has_more or self._retries_distrusted:
-            # Replay has no batch as new as the live batch, so it serves another incarnation or another stream.
+            # All batches of replay are older than the live batch, so replay serves another incarnation or another stream.
             return self._handle_conflict(fetch, reason)
         if fetch.purpose is not Purpose.COMPARE and deliverer.newest is not None and deliverer.newest.seq == fingerprint.seq:
             return Input.NEW_INCARNATION, reason

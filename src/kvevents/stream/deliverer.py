@@ -27,7 +27,7 @@ class StreamCounters(Struct):
     delivered: int = 0
     replayed: int = 0
     duplicates: int = 0
-    """Number of live or replayed messages that brought nothing new, including the unneeded last messages of an answer."""
+    """Number of live or replayed messages without a new batch, including the unneeded last messages of an answer."""
     malformed: dict[str, int] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=Counter)
     gaps: int = 0
@@ -60,7 +60,7 @@ class StreamCounters(Struct):
     digests_matched: int = 0
     """Number of heartbeats whose digest matched the consumer's state."""
     digests_mismatched: int = 0
-    """Number of heartbeats whose digest differed from the consumer's without a known cause, which shows a defect. A mismatch
+    """Number of heartbeats whose digest differed from the consumer's without a known cause; each shows a defect. A mismatch
     with a known cause, such as a gap or an earlier mismatch, is not counted."""
     attestations_matched: int = 0
     """Number of heartbeats whose attestation matched the consumer's state."""
@@ -87,7 +87,7 @@ class BatchReport(Struct, frozen=True):
     """Whether the state after the batch matches the heartbeat's attestation of the engine's own cache; None if there is no
     attestation or the state is unknown."""
     estimate: str | None = None
-    """Why, from this batch on, the consumer's state can differ from the engine's cache although no batch is missing. An empty
+    """Why the consumer's state can differ from the engine's cache from this batch on, although no batch is missing. An empty
     text ends the previous reason; None keeps it."""
 
 
@@ -103,7 +103,7 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 
 
 class Deliverer:
-    """Puts the batches of a stream in order and delivers them. The class knows no connections and no requests.
+    """Puts the batches of a stream in order and delivers them. The class does not use connections or requests.
 
     The deliverer also records the evidence for trust: fingerprints of the publisher, which replayed batches the live batches
     confirm, heartbeats, and degraded reasons.
@@ -186,7 +186,7 @@ class Deliverer:
     def compare_rank(self, stated_by_other: int | None) -> None:
         """Compare the rank that payloads state with the source's rank.
 
-        `stated_by_other` is what payloads of the source with the stated rank state; None if that is unknown.
+        `stated_by_other` is the rank in the payloads of the source whose rank is `stated_rank`; None if unknown.
         """
         is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
         if is_other and DegradedReason.RANK not in self.ledger:

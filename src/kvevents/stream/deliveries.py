@@ -60,8 +60,8 @@ class Source(Struct, frozen=True):
     """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Replay from a named endpoint is
     trusted until a live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its stream has failed. These tiers become
+    """Tiers, such as `cpu`, from which the engine announces no removals. LMCache before 0.5.7 announces none from host memory
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces none after its stream has failed. These tiers become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Source(Struct, frozen=True):
 def printable(text: str) -> str:
     """Return a text for logs, messages and terminals.
 
-    Parts that a service separates by a control character are joined by `/`, and other control characters are escaped.
+    Parts of a name that a service separates by U+001F are joined by `/`, and other control characters are escaped.
     """
     joined = "/".join(text.split("\x1f"))
     return joined if joined.isprintable() else ascii(joined)[1:-1]
@@ -182,7 +182,7 @@ class Reset(msgspec.Struct, frozen=True, gc=False):
     source: str
     rank: int
     incarnation: int
-    """The incarnation that begins now. All deliveries of earlier incarnations are void."""
+    """The incarnation that begins now. Deliveries of earlier incarnations no longer apply."""
     reason: str
 
 
@@ -234,8 +234,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
     """Fingerprints that replay must repeat before the publisher is known to be the same, in ascending order of numbers.
 
-    There is one fingerprint, or two for each connection since the publisher was last verified. If there is no fingerprint, the
-    stream begins with a `Reset`.
+    If the publisher is verified, there is one fingerprint; if not, there are two for each connection since the last
+    verification. If there is no fingerprint, the stream begins with a `Reset`.
     """
     replay_seen: bool = False
     """Whether the replay endpoint has ever sent a batch. If its buffer is empty later, it serves another incarnation."""
@@ -331,8 +331,8 @@ class StreamPosition(NamedTuple):
                 last_seq = delivery.seq
                 newest = delivery
         if incarnation == current.incarnation:
-            # A reason that is no longer in `current` was ended by a delivery that was taken or will be delivered again.
-            # A reason that is new in `current` began with a delivery that was not taken, or with a report.
+            # If a reason is no longer in `current`, a delivery that was taken, or will be delivered again, has ended it. A
+            # reason that is new in `current` began with a delivery that was not taken, or with a report.
             reasons = {
                 reason: reasons.get(reason, last)
                 for reason, last in current.degraded_reasons.items()

@@ -4,7 +4,7 @@ A number and its payload together identify an incarnation of a publisher. Two in
 number, or between two numbers. So after a reconnect, replay must repeat the fingerprints of the first and the newest batch of
 each connection since the publisher was last verified (`FingerprintChain`), and of each batch in quarantine (`Quarantine`).
 
-A replay endpoint may reach another engine, for one answer or for all answers. The next incarnation can answer a request before
+Requests to a replay endpoint can reach another engine, sometimes or always. The next incarnation can answer a request before
 the subscriber has read the final frames of its predecessor. `CrossCheck` records matches of replayed and live batches.
 """
 
@@ -132,9 +132,9 @@ class FingerprintChain:
 class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
-    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection that is at
-    least as new as the other batches of the answer. If a confirmed answer begins with the newest batch of an earlier answer,
-    both are confirmed. The newest batch of an answer that is not confirmed is *unconfirmed*; later requests begin with it.
+    One answer comes from one process. So an answer is confirmed if it repeats a live batch of this connection and has no newer
+    batches. If a confirmed answer begins with the newest batch of an earlier answer, both are confirmed. The newest batch of an
+    answer that is not confirmed is *unconfirmed*; later requests begin with it.
     """
 
     def __init__(self) -> None:
@@ -155,13 +155,13 @@ class CrossCheck:
         self.begin_answer(None)
 
     def begin_answer(self, live: NewestBatch | None) -> None:
-        """Begin an answer, which is confirmed if it repeats the batch `live`; None ends the previous answer."""
+        """Begin an answer, which is confirmed if it repeats the batch `live`, or the next live batch if `live` is None."""
         self.answer_live: NewestBatch | None = live
         self.answer_began_with_live = False
         """Whether the answer began with a batch that had arrived live."""
 
     def reconnect(self) -> None:
-        """Begin a new connection, whose publisher earlier matches do not verify."""
+        """Begin a new connection; matches on earlier connections do not verify its publisher."""
         self.first_live = None
         self.has_matched = False
         self.is_incomplete = True
@@ -178,7 +178,7 @@ class CrossCheck:
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared with replay.
 
-        The open answer may repeat the first batch that is recorded. The newest recorded batch is requested later.
+        The open answer is compared with the first recorded batch, a later answer with the newest one.
         """
         self.last_live = live
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
@@ -198,7 +198,7 @@ class CrossCheck:
             self.unconfirmed = fingerprint
 
     def separate_next_answer(self) -> None:
-        """Allow an answer that does not begin with the unconfirmed batch, unless too many batches are unconfirmed."""
+        """Allow the next answer to begin without the unconfirmed batch, unless too many batches are unconfirmed."""
         if self.unconfirmed is not None and len(self._earlier_unconfirmed) < MAX_FINGERPRINTS:
             self._earlier_unconfirmed.append(self.unconfirmed)
             self.unconfirmed = None
@@ -283,7 +283,7 @@ class Quarantine:
         return [NewestBatch(live.seq, live.payload, True) for live in frames]
 
     def old_fingerprint_after(self, seq: int) -> Fingerprint | None:
-        """Return the fingerprint of the first frame of an earlier connection with a number above `seq`."""
+        """Return the fingerprint of the first frame with a number above `seq`, among the frames of earlier connections."""
         end = self._connection_starts[-1]
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
         return Fingerprint.of_batch(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None

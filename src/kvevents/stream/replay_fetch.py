@@ -53,7 +53,7 @@ class ReplayFetch(Struct):
     needs_new_connection: bool = True
     is_sent: bool = False
     active_at: float = 0.0
-    """The time at which the request was sent, or at which its answer last brought something new."""
+    """The time at which the request was sent, or at which its answer last made progress."""
     next_seq_before: int = 0
     """The next number to deliver at the time when the request was sent, or when the answer had repeated the fingerprints."""
     is_first: bool = True
@@ -61,9 +61,9 @@ class ReplayFetch(Struct):
     verifies_reconnect: bool = False
     """Whether the answer has repeated the first fingerprint of the chain, so that the later fingerprints must follow."""
     has_more: bool = False
-    """Whether the answer had more than its fingerprints, so that further messages of the answer may have been lost."""
+    """Whether the answer had batches after its fingerprints; if so, further messages of the answer may have been lost."""
     live_before: int = -1
-    """Number of the newest live batch at the time of the request, or -1. Replay of the same publisher is at least as new."""
+    """Number of the newest live batch at the time of the request, or -1. The same publisher's replay does not end before it."""
     highest: int = -1
     """The highest number of a batch in the answer."""
     highest_early: int = -1
@@ -71,7 +71,7 @@ class ReplayFetch(Struct):
     snapshot_part: int = -2
     """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
     duplicates: int = 0
-    """Number of consecutive messages that brought nothing new."""
+    """Number of consecutive messages without progress."""
     unanswered: int = 0
     """Number of consecutive earlier attempts that brought no new batch in time."""
     incomplete: int = 0
@@ -100,7 +100,7 @@ class ReplayFetch(Struct):
         return is_first
 
     def progress(self, now: float, *, is_new: bool = True) -> None:
-        """Record that the answer continues. Fingerprints are not new, because every attempt repeats them."""
+        """Record progress: a new batch or, with `is_new=False`, a fingerprint, which does not reset `unanswered`."""
         self.active_at = now
         self.duplicates = 0
         if is_new:

@@ -22,8 +22,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reply_idle_timeout: Seconds = 0.5
     """Seconds without a message after which an answer that has begun counts as ended, because engines can lose end markers."""
     max_duplicate_replies: Positive = 200_000
-    """Number of consecutive messages of one answer that bring nothing new, after which the request counts as unanswered, so
-    that an answer cannot be endless."""
+    """Maximum number of consecutive messages without progress in one answer; with more, the request counts as unanswered, so
+    that no answer is endless."""
     max_unanswered_requests: Positive = 3
     """Number of consecutive unanswered requests after which a missing batch is given up."""
     max_incomplete_answers: Positive = 2
@@ -43,7 +43,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     distrust_cooldown: Seconds = 60.0
     """Seconds until a distrusted replay endpoint is queried again. An engine that restarts repeatedly also causes conflicts."""
     max_replayed_digests: Positive = 256
-    """Maximum number of replayed batches whose digests are stored, to compare these batches with the live batches of their
+    """Maximum number of replayed batches whose digests are stored, to compare these batches with live batches that have equal
     numbers. If an older batch arrives live, it is requested from replay again."""
     max_missed_heartbeats: Annotated[float, Range(is_open=True)] = 3.0
     """Number of heartbeat intervals without any message after which a publisher counts as silent; one heartbeat may be lost and
@@ -52,9 +52,9 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. The limit is lower if
     the publisher has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
-    """Maximum number of times, without a match in between, that a stream starts over for the same kind of cause: the digest,
-    the incarnation or the attestation of a heartbeat, or an unconfirmed batch that replay has evicted. If a second history from
-    0 repairs nothing, a third history would not either."""
+    """Maximum number of restarts of a stream between two matches, for each kind of cause: the digest, the incarnation or the
+    attestation of a heartbeat, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs nothing, a
+    third would not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

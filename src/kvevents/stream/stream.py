@@ -96,7 +96,7 @@ class Stream:
 
     @property
     def max_unread(self) -> float:
-        """If the connection is not read for this many seconds, the state of the stream is unknown."""
+        """Number of seconds without a read of the connection after which the state of the stream is unknown."""
         silence = self._deliverer.heartbeats.max_silence
         return self._limits.max_unread if silence is None else min(silence, self._limits.max_unread)
 
@@ -198,7 +198,7 @@ class Stream:
         self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED_STATES)
 
     def start_over(self, reason: str) -> None:
-        """Deliver all batches again, after a `Reset` with this reason. Before the `Reset`, a checkpoint has no position."""
+        """Deliver all batches again, after a `Reset` with this reason. A checkpoint before the `Reset` has no position."""
         self._deliverer.restart_reason = reason
         if self.state not in _UNCONNECTED_STATES:
             self._start_over(reason)
@@ -362,7 +362,7 @@ class Stream:
         self._record_arrival(1, now)
         self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # The method is called again, because the frame may have begun another incarnation, whose first live batch it is.
+        # The method is called again: if the frame has begun another incarnation, it is that incarnation's first live batch.
         self._record_first_live(live)
 
     def _record_first_live(self, live: Live) -> None:
@@ -492,7 +492,7 @@ class Stream:
         is_sender_degraded = DegradedReason.SENDER in self._deliverer.ledger
         self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
-            # The publisher's newest heartbeat, in which it does not trust its own stream, stays valid.
+            # The publisher's newest heartbeat reports that its own stream is not EXACT; this report stays valid.
             self._deliverer.ledger.add(DegradedReason.SENDER, -1)
 
     def _fetch_missing(self) -> None:

@@ -3,20 +3,20 @@
 Theory of operation
 ===================
 
-A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, with holes. Replay
-replies also arrive in order, with holes, and contain the batches that the publisher still holds. Neither live frames nor
-replies identify an incarnation. So there are four separate questions:
+A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, but frames can be
+missing. Replay replies contain the batches that the publisher still holds; they arrive in order, but replies can be missing.
+Neither live frames nor replies identify an incarnation. So there are four separate questions:
 
 - **Order** (`sequencer`). Only the next number may be delivered. Batches that arrive early wait in a reorder buffer.
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
   the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
   frames stay in quarantine until replay has repeated the whole fingerprint chain.
 - **Cross-check** (`identity`). The replay endpoint may belong to another publisher, so the stream is EXACT only if each answer
-  is confirmed. An answer is confirmed if it repeats a live batch of this connection that is at least as new as its other
-  batches, or if a later confirmed answer begins with its newest batch. A live batch that replay has already delivered is
-  compared by its digest; without a stored digest, replay must send the batch again. A difference is a conflict.
+  is confirmed. An answer is confirmed if it repeats a live batch of this connection and has no newer batches, or if a later
+  confirmed answer begins with the newest batch of this answer. A live batch that replay has already delivered is compared by
+  its digest; without a stored digest, replay must send the batch again. A difference is a conflict.
 - **Completeness**. An end marker confirms nothing, because engines drop messages inside a reply. History is complete only when
-  live frames reach it, or when an answer brings nothing new: an answer of one message cannot have lost any message.
+  live frames reach it, or when an answer brings no new batch: an answer of one message cannot have lost any message.
 
 One replay request is open at a time (`replay_fetch`). The request fills a gap, verifies the publisher after a reconnect, probes
 a quiet stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins, because

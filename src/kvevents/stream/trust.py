@@ -148,11 +148,11 @@ MAX_MARKS: Final = 64
 
 
 class _Marks:
-    """The last batch number that each cause of one degraded reason affects; such a number is a mark.
+    """The marks of one degraded reason: for each cause of the reason, the number of the last batch that it affects.
 
     A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
     than `max_marks`, every number between the first mark and the oldest stored mark counts as affected. So a digest mismatch
-    without a known cause may count as explained, but a mismatch with a known cause never counts as unexplained.
+    without a known cause may count as explained, but a mismatch with a known cause always counts as explained.
     """
 
     __slots__ = ("_first_dropped", "_max_marks", "_newest")
@@ -217,7 +217,7 @@ class TrustLedger:
 
     @property
     def can_replay(self) -> bool:
-        """Whether there is a replay endpoint that is not distrusted."""
+        """Whether a replay endpoint exists and is trusted."""
         return DegradedReason.NO_REPLAY not in self._marks and DegradedReason.REPLAY_FOREIGN not in self._marks
 
     def __iter__(self) -> Iterator[DegradedReason]:
@@ -264,7 +264,7 @@ class TrustLedger:
             self.discard(DegradedReason.REJECTED)
 
     def record_digest_mismatch(self, seq: int) -> bool:
-        """Record that the state after batch `seq` has another digest than the publisher's.
+        """Record that the digest of the state after batch `seq` differs from the publisher's digest.
 
         Return False if a later clear or match is known.
         """
@@ -328,10 +328,7 @@ class MismatchCounter:
         self._consecutive = 0
 
     def match(self, seq: int, *, live: bool) -> None:
-        """Record that the state after batch `seq` matches.
-
-        A match in a replayed batch counts only if the batch is not older than the last mismatch.
-        """
+        """Record a matching heartbeat in batch `seq`; a replayed batch older than the last mismatch does not count."""
         if live or seq >= self._last_mismatch:
             self._last_mismatch = -1
             self._consecutive = 0

@@ -1,4 +1,4 @@
-"""The subscriber for asyncio. `sync` has the same functions for the subscriber for threads."""
+"""The subscriber for asyncio. `sync` has the subscriber for threads."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     ) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return at most `limit` of the deliveries that are ready; [] after `timeout` seconds.
 
-        A call returns as many deliveries as it can decode and apply in about 5 ms, so that it does not block the event loop.
-        The next call returns more.
+        A call decodes and applies for at most about 5 ms, so that it does not block the event loop; the next call continues.
         """
         self._check_limit(limit)
         self._check_open()
@@ -84,9 +83,9 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     ) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        If `trust` is the default, all streams have then caught up as far as possible. Unproven streams (`Trust.unproven`) count
-        as EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
-        cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
+        With the default `trust`, all streams catch up as far as possible. Unproven streams (`Trust.unproven`) count as EXACT,
+        because an idle engine sends no live batch that could confirm replay. Raise `TrustTimeoutError` after `timeout` seconds.
+        After cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
         with self._redeliver_on_error() as deliveries:

@@ -63,7 +63,7 @@ class TopicFeed:
         self._owner = owner
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed live messages and connection changes to `stream`. Return True if there may be more."""
+        """Feed live messages and connection changes to `stream`. Return True if there may be more to read."""
         has_more = self._socket.read(limit)
         for _ in range(min(limit, len(self.arrivals))):
             arrival = self.arrivals.popleft()
@@ -75,11 +75,11 @@ class TopicFeed:
                 stream.mark_shared()
             else:
                 stream.receive_live(arrival, now)
-        # The result is also True if the selector does not report a connection that must be read.
+        # Marked connections must be read, but the selector does not report them.
         return has_more or bool(self.arrivals or self._owner.marked_connections)
 
     def change(self, *, is_connected: bool) -> None:
-        """Queue a change of the source's connection unless it already has that state."""
+        """Queue a change of the source's connection, unless the source already has the new state."""
         if self.is_connected is not is_connected:
             self.is_connected = is_connected
             self.arrivals.append(_ConnectionChange.CONNECTED if is_connected else _ConnectionChange.DISCONNECTED)
@@ -183,7 +183,7 @@ class BoundSocket:
                 self.is_closed = True
 
     def read(self, limit: int) -> bool:
-        """Receive up to `limit` messages, for all sources. Return True if there may be more."""
+        """Receive up to `limit` messages, for all sources. Return True if there may be more to read."""
         events = self._read_monitor() if self._stalls.is_stalled else []
         if any(event == _DISCONNECTED for event, _ in events):
             # As in `LiveSocket`: libzmq 4.3.5 may abort the process when it reads a full socket whose peer has timed out.

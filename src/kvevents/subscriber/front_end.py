@@ -157,7 +157,7 @@ class FrontEnd(Generic[BatchT]):
             raise
 
     def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
-        """Follow one more source; a string is its endpoint.
+        """Follow one more source; if `source` is a string, it is the endpoint.
 
         If `resume` is given, continue after this checkpoint of an earlier process. As after a reconnect, the stream first
         verifies that the publisher's incarnation has not changed; before this check succeeds, trust is STALE. If the
@@ -270,7 +270,7 @@ class FrontEnd(Generic[BatchT]):
 
     @contextmanager
     def _redeliver_on_error(self) -> Iterator[list[Any]]:
-        """Yield a list for deliveries. If the block raises, they are delivered again, unless a sink has applied them."""
+        """Yield a list for deliveries. If the block raises, these are delivered again unless a sink has applied them."""
         deliveries: list[Any] = []
         try:
             yield deliveries

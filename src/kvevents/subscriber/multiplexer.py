@@ -51,7 +51,7 @@ OnFound: TypeAlias = Callable[[Source], Source | None]
 """Receives a source that was found by its topic; returns the source to follow, or None to ignore the topic."""
 
 MIN_UNREAD_SECONDS: Final = 0.1
-"""If the connections were read within this many seconds, no stream loses trust for being unread."""
+"""Minimum number of seconds without a read of the connections after which streams can lose trust."""
 _CAUGHT_UP_STATES: Final = ("EXACT", "DEGRADED")
 _MAX_DESCRIBED: Final = 3
 """Maximum number of endpoints in the repr of a subscriber, and maximum number of streams in an error message."""
@@ -61,7 +61,7 @@ class Connection(Protocol):
     """The live connection of one stream and, while replay is requested, its replay connection."""
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more.
+        """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more to read.
 
         While no batch is missing, live messages are fed before a replay reply, which may come from a later incarnation. All
         messages of an old connection are fed before `begin_connection` is called. If a newer connection has begun,
@@ -93,7 +93,7 @@ class Transport(Protocol):
     """Opens connections and waits for them."""
 
     def open(self, source: Source) -> Connection:
-        """Start to connect to `source`. Raise `EndpointError` if that can never succeed."""
+        """Start to connect to `source`. Raise `EndpointError` if connecting can never succeed."""
         ...
 
     def wait(self, timeout: float | None) -> Collection[Connection]:
@@ -158,7 +158,7 @@ class StreamEntry:
         self.failure = ""
         """Why the application could not apply a delivery; cleared when the application has taken all batches once more."""
         self.first_incarnation = first_incarnation
-        """Lower incarnations, except `resumed_incarnation`, belong to an earlier subscription to the source."""
+        """The first incarnation of this subscription; only `resumed_incarnation` may be lower."""
         self.resumed_incarnation = stream.incarnation
         self.mark_consumed()
         self.timer: float | None = None
@@ -385,7 +385,7 @@ class Multiplexer:
             self._readable[entry] = None
 
     def start_over(self, deliveries: Iterable[RawDelivery], reason: str) -> None:
-        """Make the streams of deliveries that the application could not apply deliver all their batches again."""
+        """For each delivery that the application could not apply, make its stream deliver all batches again."""
         streams = {(delivery.source, delivery.rank) for delivery in deliveries}
         remaining = [ready for ready in self.ready if (ready.source, ready.rank) not in streams]
         self.ready.clear()

@@ -63,7 +63,7 @@ class SmgConnection:
         """Return None: the native client has all timers."""
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed batches, changes of the connection and replies to `stream`. Return True if there may be more."""
+        """Feed batches, changes of the connection and replies to `stream`. Return True if there may be more to read."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(_WAKEUP_BYTES)
         arrivals = self._subscription.take(limit)

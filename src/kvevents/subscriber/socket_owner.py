@@ -36,11 +36,11 @@ class StallDetector:
         self._clock = clock
         self._waited_at = float("-inf")
         self.is_stalled = True
-        """Whether the latest wait began too late; True before the first wait."""
+        """Whether the pause before the latest wait was a stall; True before the first wait."""
 
     @property
     def max_wait(self) -> float | None:
-        """Maximum number of seconds between two waits that are never a stall; None if waits at any distance can be a stall."""
+        """Maximum number of seconds between two waits that is never a stall; None if every pause can be a stall."""
         return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:

@@ -1,4 +1,4 @@
-"""The subscriber for threads. `aio` has the same functions for the subscriber for asyncio."""
+"""The subscriber for threads. `aio` has the subscriber for asyncio."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     def wait_for(self, trust: Trust = Trust.DEGRADED, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        If `trust` is the default, all streams have then caught up as far as possible. Unproven streams (`Trust.unproven`) count
-        as EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
-        exception, deliveries that no sink has applied are delivered again, after a `Reset`.
+        With the default `trust`, all streams catch up as far as possible. Unproven streams (`Trust.unproven`) count as EXACT,
+        because an idle engine sends no live batch that could confirm replay. Raise `TrustTimeoutError` after `timeout` seconds.
+        After another exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
         with self._redeliver_on_error() as deliveries:

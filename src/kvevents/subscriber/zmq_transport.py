@@ -159,7 +159,7 @@ class ZmqConnection:
         self._postponed_request: FetchRequest | None = None
         """A replay request that waits until the address of the replay endpoint is known."""
         self._read_ahead = 0
-        """Number of live messages that were read since the replay socket became readable and was not read."""
+        """Number of live messages that were read while the readable replay socket was left unread."""
         self._max_read_ahead = transport.options.receive_hwm or sockets.DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
@@ -179,7 +179,7 @@ class ZmqConnection:
         return self._live.reopen_at
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more."""
+        """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more to read."""
         has_more = self._live.read_into(stream, now, limit)
         if self._postponed_request is not None:
             self.request_replay(self._postponed_request)
@@ -277,7 +277,7 @@ class LiveSocket:
         self._is_accepted = False
         """Whether the peer of the last attempt has accepted the TCP connection."""
         self._expects_retry = False
-        """Whether the next retry event only follows the end of a connection, so that it shows no failed attempt."""
+        """Whether the next retry event follows the end of a connection, and so does not report a failed attempt."""
         self.fault = ""
         """Why there is no connection, as logged; empty if there is a connection, or if the cause is unknown."""
         self._monitor: sockets.Socket | None = None
@@ -319,7 +319,7 @@ class LiveSocket:
                 log.info("connecting to %s", lookup.endpoint)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed live messages and connection changes to `stream`. Return True if there may be more.
+        """Feed live messages and connection changes to `stream`. Return True if there may be more to read.
 
         libzmq reports changes on another socket, so the place of a change among the messages is not exactly known. The monitor
         is read after the messages, so that every change that preceded a message is known. Until a new connection begins, all

@@ -1,7 +1,7 @@
 """Reads msgpack from peers: limits of the input, records of rejected input, and undecoded values.
 
-The functions read what the first bytes of a value declare, and split containers without reading their contents. Nothing here
-allocates by a length that a peer declares, recurses by a depth that a peer chooses, or makes dict keys of anything but strings.
+The functions read what the first bytes of a value declare, and split containers without reading their contents. No function
+allocates memory by a declared length, recurses to a depth that a peer chooses, or builds a dict with keys other than strings.
 msgpack permits arrays of integers as keys. A peer can choose arrays that all have the same hash, and to build a dict of such
 keys takes quadratic time.
 """
@@ -117,7 +117,7 @@ class DecodeBudget:
             raise BatchRejectedError("too-complex", "the batch takes more steps to read than its size allows")
 
     def take_bytes(self, name: str, size: int) -> None:
-        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if fewer bytes are left for the batch."""
+        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if the batch has fewer bytes left."""
         if size > self._bytes_left:
             sentence = f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
             raise DecodeRejectedError("oversized", sentence)
@@ -125,8 +125,8 @@ class DecodeBudget:
 
 
 MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
-"""Everything that msgspec raises for the bytes of a peer. msgspec's own errors derive from `ValueError`, as do the errors for
-text that is not UTF-8 and for times after the year 9999."""
+"""The types of all exceptions that msgspec raises for the bytes of a peer. msgspec's own errors derive from `ValueError`, as do
+the errors for text that is not UTF-8 and for times after the year 9999."""
 NIL: Final = msgspec.Raw(b"\xc0")
 _NIL_BYTE: Final = 0xC0
 _LENGTH_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
@@ -196,7 +196,7 @@ def declared_length(raw: memoryview) -> int:
 
 
 def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int, too_many: str) -> list[msgspec.Raw]:
-    """Return the raw elements of an array. Raise `DecodeRejectedError` with the reason `too_many` above `limit` elements."""
+    """Return the raw elements of an array; more than `limit` raise `DecodeRejectedError` with the reason `too_many`."""
     view = memoryview(raw)
     _check_length(view, subject, limit, too_many)
     try:

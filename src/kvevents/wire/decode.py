@@ -296,7 +296,7 @@ def _from_array(event: _AnyArray) -> KVEvent:
 def _normalize(event: Any, limits: WireLimits) -> bool:
     """Make hashes unsigned in place. Return False if the tolerant decoder must read the event."""
     kind = type(event)
-    # If a peer sends fields that only a decoder sets and that do not exist on the wire, the tolerant decoder handles them.
+    # Some fields are set by decoders only. If a peer sends one, the tolerant decoder handles the event.
     if event.unknown_fields is not None:
         return False
     if kind is AllBlocksCleared:

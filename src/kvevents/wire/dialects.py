@@ -112,10 +112,10 @@ DECLARED: Final = replace(
 )
 """The dialect that sends events as maps, with all fields of `kvevents.events` that any engine has."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
-"""The dialect of a publisher if no release is named: the last array form of vLLM, and replies without a topic. The decision
+"""The dialect of a publisher if no release is named: the newest array form of vLLM, and replies without a topic. The decision
 record 0025 lists the programs that read arrays."""
 DEFAULT_SGLANG_DIALECT: Final = replace(_S0_5_9, is_lossless=True)
-"""The dialect of `kvevents.compat.sglang` if no release is named: the last array form of SGLang."""
+"""The dialect of `kvevents.compat.sglang` if no release is named: the newest array form of SGLang."""
 ARRAY_STORED: Final = _V0_22.stored_fields
 """The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of the longest form."""
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")

@@ -98,7 +98,7 @@ def batch_rank(batch: EventBatch) -> int | None:
 
 @cache
 def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
-    """Return a function that converts events of type `kind` to the layout of `dialect`; `keeps_hashes` exempts hashes."""
+    """Return a function that converts events of type `kind` to the layout of `dialect`, except hashes if `keeps_hashes`."""
     # Whether the type is of kvevents or `kvevents.compat`; users' own types may derive from these types.
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
@@ -180,7 +180,7 @@ def _wire_hash(is_signed: bool, value: Any) -> Any:
 
 
 def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
-    """Add the fields that only kvevents has, and to map events the unknown fields, which arrays cannot hold."""
+    """Add the fields that only kvevents has. Map events also get the unknown fields, which arrays cannot hold."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         if isinstance(event, AllBlocksCleared) and (scope := scope_of(event)):

@@ -101,7 +101,7 @@ def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[b
 
 
 def replay_end_frames(has_topic: bool) -> list[bytes]:
-    """Return the frames of the end marker, without the identity. `has_topic`: the form of vLLM 0.26 and SGLang 0.5.22 on."""
+    """Return the frames of the end marker, without the identity. `has_topic`: whether to use the form from vLLM 0.26 on."""
     return [b"", b"", END_SEQ, b""] if has_topic else [b"", END_SEQ, b""]
 
 

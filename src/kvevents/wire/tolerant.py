@@ -1,6 +1,6 @@
 """The tolerant decoder: reads the envelope of a batch, leaves its events as raw slices, then reads each event by itself.
 
-An event that cannot be read is rejected alone. `kvevents.wire.decode` uses this decoder when the fast one fails.
+Only the events that cannot be read are rejected. `kvevents.wire.decode` uses this decoder when the fast one fails.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
 
 
 def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
-    """Return the token ids for tokens of which some are not integers."""
+    """Return the token ids of tokens, some of which are not integers."""
     if {*map(type, values)} == {str}:
         budget.take_steps(len(values) // 8)
         digits = "".join(values)
@@ -457,7 +457,7 @@ def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
 
 
 def _read_token(value: float | str | tuple[int, int] | None) -> TokenId:
-    """Return a token id. Any other value becomes -1, which no prompt has, so its block and later blocks match no prompt."""
+    """Return a token id; for an invalid value -1, which no prompt has, so its block and later blocks match no prompt."""
     if not isinstance(value, str):
         return value if type(value) is int or isinstance(value, tuple) else -1
     if _IS_DIGEST(value):

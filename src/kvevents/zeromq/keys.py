@@ -61,7 +61,7 @@ def read_pair(path: Path) -> KeyPair:
     """Return the keys of a `.key_secret` file.
 
     Raises `ConfigError` if the file cannot be read, holds no pair, or can be read or changed by others. If the file belongs to
-    this user, only this user may have access. The group of a file of another user, such as a mounted secret, may have access.
+    this user, only this user may have access; if not, as for a mounted secret, its group may also have access.
     """
     text, status = _read_file(path)
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))

@@ -91,7 +91,7 @@ def destroy_context(context: zmq.Context[Any]) -> None:
     """Close all sockets of a context without flushing them, terminate the context, and wait at most a second for its end.
 
     libzmq waits for each socket without a limit. If an interrupt arrives while pyzmq creates a socket, pyzmq does not close
-    the socket. The termination that waits for it continues in a daemon thread, which ends with the process at the latest.
+    the socket. The termination waits for it in a daemon thread, which ends with the process at the latest.
     """
     thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
     with suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
@@ -276,7 +276,8 @@ class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
     libzmq reconnects after most failures and reports this to its monitor. But libzmq does not reconnect after a peer has
-    violated the protocol (another socket type, other keys). `poll` reconnects, because a consumer may use that address later.
+    violated the protocol (another socket type, other keys). `poll` then reconnects, because a consumer may use that address
+    later.
     """
 
     def __init__(self, socket: Socket, endpoint: str, role: str, delay: float) -> None:
