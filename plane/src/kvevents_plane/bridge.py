@@ -8,15 +8,17 @@ and the engines can replay everything that a bridge has in memory.
 - *Back-pressure*: records that the servers do not accept are queued. If a partition accepts nothing and its queue exceeds its
   share of `max_queued_bytes`, its streams are *paused*: the bridge stops following them until the queue is written, and then
   follows them from the end of the log. If all queues together exceed `max_queued_bytes`, the thread reads nothing. In both
-  cases the streams recover by replay. Heartbeats report for how long nothing was read, or for how long the oldest record has
-  waited, if that exceeds `max_lag_seconds`. Replicas trust no stream of a bridge that lags.
+  cases the streams recover by replay. If nothing was read, or the oldest record has waited, for more than `max_lag_seconds`,
+  heartbeats report this time as the lag. Replicas trust no stream of a bridge that lags.
 - *Name*: in the log each process has its own id, `NAME#RANDOM`, so bridges with the same name do not overwrite each other's
-  reports. Each sees the other's heartbeats and reports the conflict. A process's reports are valid until its heartbeats stop.
-- *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. A bridge also removes an engine that no
-  bridge has claimed for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about unfollowed engines.
+  reports. Each of these bridges sees the other's heartbeats and reports the conflict. A process's reports are valid until its
+  heartbeats stop.
+- *Membership*: a bridge removes an engine from the log if no bridge has reached it for `dead_seconds`, or if no bridge has
+  claimed it for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about engines that it no longer follows.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
-- *Missing pages*: a bridge that cannot read a part of a partition continues after it, with a page at which all streams start
-  over. It also writes this page if a replica reports missing pages and no other replica writes a snapshot that contains them.
+- *Missing pages*: a bridge that cannot read a part of a partition continues after that part, with a page at which all streams
+  start over. A bridge writes this page, too, if a replica reports missing pages and no other replica writes a snapshot that
+  contains them.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
 MAX_UNCLAIMED_CHECK_SECONDS: Final = 10.0
 """Maximum number of seconds between two checks for unclaimed engines."""
 MISSING_CHECK_SECONDS: Final = 1.0
-"""Seconds between two checks of whether replicas miss pages."""
+"""Seconds between two checks of whether a replica reports missing pages."""
 MISSING_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
 SNAPSHOT_WAIT_SECONDS: Final = 30.0
@@ -81,7 +83,7 @@ BUCKET_CHECK_SECONDS: Final = 10.0
 ENGINE_CHECK_SECONDS: Final = 0.5
 """Seconds between two checks of which engines are reachable and which trust they have."""
 GAP_HOLD_SECONDS: Final = 1.0
-"""Seconds for which a gap record waits, because another bridge may have the missing batches."""
+"""Seconds for which a gap record waits, because another bridge might have the missing batches."""
 START_SECONDS: Final = 30.0
 """Timeout for finding or creating the plane. Servers that have just started must elect leaders, also for new streams."""
 STOP_SECONDS: Final = 5.0
@@ -148,7 +150,7 @@ class Bridge:
         return next((partition.conflict for partition in self.partitions if partition.conflict), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
-        """Return the trust in each followed stream, or None if the trust is not known yet."""
+        """Return the trust in each followed stream; None for a stream whose trust is not known yet."""
         return {key: self.liveness.reports.get(key) for key in self._watches}
 
     # --- run
@@ -258,7 +260,7 @@ class Bridge:
             partition.enqueue(LeaveRecord(*key, f"bridge {self.settings.name} no longer follows it"))
 
     def _withdraw_report(self, partition: PartitionWriter, key: StreamKey) -> None:
-        """Withdraw the report about a stream that is no longer followed, because replicas would use it."""
+        """Withdraw this bridge's report about a stream that it no longer follows, because replicas would use the report."""
         partition.enqueue(TrustRecord(*key, self.id, "", "", {}))
 
     def _is_reached_by_others(self, partition: PartitionWriter, key: StreamKey) -> bool:
@@ -341,7 +343,7 @@ class Bridge:
     # --- records from the reader's thread
 
     def _has_room(self) -> bool:
-        # The queues of paused partitions do not count, so that they do not stop the other partitions.
+        # The queues of paused partitions do not count: they must not stop the reading of other partitions.
         queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
         if queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
             self._unread_since = None
@@ -357,7 +359,7 @@ class Bridge:
             # This thread counts the bytes itself: it could read a whole burst before the event loop counts the first record.
             size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
-            with suppress(RuntimeError):  # the event loop may have ended
+            with suppress(RuntimeError):  # the event loop might have ended
                 loop.call_soon_threadsafe(self._queue_records, records, size)
 
     def _queue_records(self, records: list[EngineRecord], size: int) -> None:
@@ -398,7 +400,7 @@ class Bridge:
             await asyncio.sleep(max(POLL_SECONDS, pause))
 
     async def _watch_replicas(self, js: JetStreamContext) -> None:
-        """Create missing buckets, and start over partitions that a replica cannot read because of missing pages.
+        """Create missing buckets, and let partitions start over that a replica cannot read because of missing pages.
 
         Before a partition starts over, a replica that has the pages gets time to write a snapshot.
         """
@@ -453,7 +455,7 @@ class Bridge:
         return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
-        """Return the longer of two times in seconds: since when the oldest record waits, and since when nothing was read."""
+        """Return for how many seconds the oldest record has waited or nothing was read, whichever is longer."""
         if not partition.paused:
             partition.paused_since = None
         since = (self._unread_since, partition.paused_since)
@@ -482,7 +484,7 @@ class Bridge:
     def _is_lost(self, partition: PartitionWriter, key: StreamKey) -> bool:
         """Return whether the log lacks a stream whose engine this bridge reaches.
 
-        The stream has left the log, or the log has an incarnation that no bridge follows.
+        This is so if the stream has left the log, or if the log has an incarnation that no bridge follows.
         """
         if not self.liveness.is_reached(key) or not partition.builder.is_replaced(key):
             return False

@@ -6,8 +6,8 @@ An engine that is unreachable for `dead_seconds` leaves. If more than half of a 
 unreachable at the same time, the bridge suspects its own network, and no engine leaves. When the network recovers, connections
 return one after the other, so engines that are still unreachable get another `dead_seconds`.
 
-An engine in the log that no bridge has claimed for `unclaimed_seconds` was removed from the settings while no bridge ran, so it
-leaves too. If more than half of all engines in the log are unclaimed at the same time, the cause is probably a wrong setting or
+An engine in the log that no bridge has claimed for `unclaimed_seconds` leaves, too: it was removed from the settings while no
+bridge ran. If more than half of all engines in the log are unclaimed at the same time, the cause is probably a wrong setting or
 a bridge that is down, and no engine leaves.
 """
 
@@ -82,7 +82,7 @@ def classify_record(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
         case IncarnationRecord() if end.is_joined and record.incarnation == end.incarnation + 1:
             return RecordVerdict.APPEND
         case IncarnationRecord() if record.incarnation == end.incarnation and _may_be_followed(end):
-            # Another bridge may have used this incarnation number for an incarnation that this bridge has not seen.
+            # Another bridge might have used this number for an incarnation that this bridge has not seen.
             return RecordVerdict.DUPLICATE
     return RecordVerdict.DIVERGED
 
@@ -99,7 +99,7 @@ def _classify_numbers(end: StreamEnd, record: BatchRecord | GapRecord) -> Record
 
 
 def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
-    """Return whether a bridge that follows incarnation `followed` can report its trust in the stream."""
+    """Return whether the trust of a bridge that follows incarnation `followed` applies to the stream in the log."""
     return end.incarnation == followed and _may_be_followed(end)
 
 
@@ -116,7 +116,7 @@ def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
 
 
 def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
-    """Return the record as it must be written. From a gap, remove the part that the log already has."""
+    """Return the record to write: a gap without the part that the log already has, any other record unchanged."""
     if isinstance(record, GapRecord) and end.last_seq >= 0:
         return GapRecord(*record.key, record.incarnation, end.last_seq + 1, record.last, record.compacted)
     return record
@@ -125,7 +125,7 @@ def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
 def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) -> StreamEnd:
     """Return the end of the stream after the record."""
     if verdict is RecordVerdict.DUPLICATE:
-        # Only the newest batch could be compared with the log's batch of the same number.
+        # Only the newest batch was compared with the log's batch of the same number.
         return replace(end, agrees=True) if isinstance(record, BatchRecord) and record.seq == end.last_seq else end
     match record:
         case BatchRecord():
@@ -163,7 +163,7 @@ class EngineLiveness:
         """Why the bridge suspects its own network; empty if it has no suspicion."""
         self._dead_seconds: Final = dead_seconds
         self.reports: dict[StreamKey, TrustRecord] = {}
-        """Trust of each stream whose trust is known. If a stream loses its entry, `dead_streams` counts it as before."""
+        """Newest report about each stream whose trust is known. An unreachable stream without an entry stays unreachable."""
         self._unreachable_since: dict[StreamKey, float] = {}
 
     def forget(self, key: StreamKey) -> None:
@@ -257,9 +257,9 @@ class BridgePeers:
         return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own_id)
 
     def name_conflict(self, now: float) -> str:
-        """Return the process of another bridge with the same name; empty if no other uses it.
+        """Return the process of another bridge with the same name; empty if no other bridge uses it.
 
-        A bridge with that name that started earlier counts only if it writes after this bridge has written.
+        A bridge that started earlier counts only if it writes after this bridge has written.
         """
         heartbeats = self._heartbeats()
         if self._first_own is None and (own := heartbeats.get(self._own_id)) is not None:

@@ -26,7 +26,7 @@ from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, error_
 from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 
 STABLE_SECONDS: Final = 1.0
-"""Seconds after which a connection counts as stable. The pauses between later attempts then start short again."""
+"""Seconds after which a connection counts as stable. When it ends, the pauses between attempts start short again."""
 MAX_LOGGED_ERRORS: Final = 16
 """Maximum number of errors that are logged between two changes of state. Of equal errors, only the first is logged."""
 MIN_VERSION: Final = (2, 11)

@@ -1,4 +1,4 @@
-"""Digests of an index by partition. The replicas of a plane compare them to verify that equal pages gave equal indexes.
+"""Digests of the partitions of an index. The replicas of a plane compare them to verify that equal pages gave equal indexes.
 
 Replicas publish their digests in a separate bucket, each under its name. One digest covers all streams of a partition.
 The size of a digest does not depend on the number of streams, so it fits into a message and can be sent every few seconds.
@@ -50,15 +50,15 @@ class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
 
 @build_decoder_now
 class ReplicaDigests(msgspec.Struct, frozen=True):
-    """The digests that one replica publishes, by partition."""
+    """The digests that one replica publishes for each partition."""
 
     partitions: dict[int, list[PartitionDigest]]
-    """The digests of each partition that was read to its end. The list of a partition is empty until enough pages were read."""
+    """The digests of each partition that was read to its end. A list is empty before the first digest is due."""
     missing: dict[int, int] = {}
     """For each partition that the replica cannot read, the first page after the missing pages. No readable snapshot contains
     the missing pages. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
     positions: dict[int, int] = {}
-    """Position of the newest page that is in the index, by partition."""
+    """Maps each partition to the position of its newest page in the index."""
 
     def encode(self) -> bytes:
         """Encode the digests for the bucket."""
@@ -93,7 +93,7 @@ def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
 
 
 async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, ReplicaDigests]:
-    """Return the digests of each replica by its name. Invalid entries are left out. Raises `PlaneError`.
+    """Return the digests of each replica under its name. Invalid entries are left out. Raises `PlaneError`.
 
     The function lists the bucket's subjects and requests each entry, because nats-py's `KeyValue.keys` waits forever if the
     last entry of its list is rewritten during the call.
@@ -114,7 +114,7 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
 
 
 class ConsistencyCheck:
-    """Compares one replica's index with the indexes of the other replicas, by digests."""
+    """Compares the digests of one replica with those of the other replicas."""
 
     def __init__(self, name: str, turn_seconds: float) -> None:
         self._turn_seconds: Final = turn_seconds
@@ -123,15 +123,15 @@ class ConsistencyCheck:
         self.write_fault = ""
         """Why this replica cannot publish its digests, for example because it has no permission; empty if it can publish."""
         self.others: tuple[str, ...] = ()
-        """The other replicas that published digests recently."""
+        """The other replicas whose published digests have not expired."""
         self.complete_replicas: tuple[str, ...] = ()
         """Names of the replicas in `others` that miss no pages."""
         self.missing: dict[int, int] = {}
         """Partitions that another replica cannot read, each with the first page after its missing pages."""
         self._name: Final = name
         self.differs_since: float | None = None
-        """Time since which another replica's index has differed from this one; None if all are equal. Any of them can be wrong.
-        """
+        """Time since which another replica's index has differed from this one; None if all are equal. Any of the indexes can be
+        wrong."""
 
     async def compare(self, client: PlaneClient, layout: Layout, own_digests: ReplicaDigests, built_at: float) -> str:
         """Compare digests with the other replicas. Return why the index must be rebuilt; empty if no rebuild is needed."""

@@ -1,8 +1,8 @@
 """A bridge's thread, which follows engines and converts their deliveries into records of the log.
 
 The thread does not index what it forwards, so its memory does not grow with the engines' caches. Replicas have an index; they
-determine whether events can be decoded and whether an engine's digest matches. The thread reads only what the stream of a batch
-needs: whether the engine cleared its cache, and the heartbeat of a kvevents sender (`inspect_payload`).
+determine whether events can be decoded and whether an engine's digest matches. From a batch, the thread reads only what the
+stream needs: whether the engine cleared its cache, and the heartbeat of a kvevents sender (`inspect_payload`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAUSE_SECONDS: Final = 0.02
 MAX_REASON_CHARACTERS: Final = 500
 """Maximum number of characters of a reason in the log; an engine can send a reason of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
-"""Maximum number of consecutive requests for a sender's whole history. A third request would end no more degraded reasons."""
+"""Maximum number of consecutive requests for a sender's whole history. A third request does not end more degraded reasons."""
 _CLEAR_MARKER: Final = b"leared"
 """Part of the name of the clear event in every known dialect."""
 _HEARTBEAT_MARKER: Final = b"every"
@@ -80,7 +80,7 @@ class EngineRecord(NamedTuple):
 
     record: StreamRecord
     follow_id: int
-    """Number of the call of `follow` that led to the record. If a later call followed the stream again, the record is void."""
+    """Number of the call of `follow` that led to the record. After a later call for the stream, the bridge drops the record."""
 
 
 class EngineReader(threading.Thread):
@@ -159,7 +159,7 @@ class EngineReader(threading.Thread):
             return
         deliveries = self._subscriber.receive_many(timeout=RECEIVE_SECONDS)
         now = time.monotonic()
-        # Lower trust is passed on with the deliveries that cause it. Otherwise readers would report these deliveries as EXACT.
+        # Lower trust is passed on with the deliveries that cause it, so that readers do not report these deliveries as EXACT.
         if deliveries or now >= self._check_trust_at:
             self._check_trust_at = now + TRUST_SECONDS
             self._add_trust_changes()
@@ -231,7 +231,7 @@ class EngineReader(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Computes the report of a batch when the subscriber reads `report`, because earlier reports change degraded reasons."""
+    """Computes the report of a batch when the subscriber reads `report`: the reports of earlier batches change its content."""
 
     reader: EngineReader
     delivery: Batch | RawBatch | Reset | Gap

@@ -124,7 +124,7 @@ async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
     Raises `PlaneError`, and `ConfigError` if a stream with that name belongs to another application or layout version.
     """
     layout = Layout(name, 1)
-    # Either of the two partitions may have just been deleted.
+    # If one of the two partitions was just deleted, the other one still has the metadata.
     info = await _stream_info(js, layout, 0) or await _stream_info(js, layout, 1)
     if info is None:
         return None
@@ -159,7 +159,7 @@ async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
     layout = await find_plane(js, settings.name)
     if layout is None:
         await create_partition(js, Layout(settings.name, settings.partitions), 0, settings)
-        # Another process may have created the plane first, with another number of partitions.
+        # Another process might have created the plane first, with a different number of partitions.
         layout = await find_plane(js, settings.name) or Layout(settings.name, settings.partitions)
     for partition in range(layout.partitions):
         await create_partition(js, layout, partition, settings)
@@ -212,7 +212,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
 
 
 def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
-    """Return which settings to change after a server refused to create a partition, or None if its error is not known."""
+    """Return advice to an operator whose server refused to create a partition; None for an unknown error."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
         return (

@@ -44,8 +44,8 @@ PAGES_PER_TURN: Final = 16
 """Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
-"""Seconds in which a measured delay decays by two thirds. A constant delay is forgotten in this way, because it shows only that
-the bridge's clock has stopped for a time, and not that heartbeats are late."""
+"""Seconds in which a measured delay decays by two thirds. So a constant delay is forgotten: it shows that the bridge's clock
+stopped for a time, not that heartbeats are late."""
 _STATES_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT_STATES: Final = frozenset({"EXACT", "DEGRADED"})
 """Reported trust states of a stream that a bridge follows up to the newest batch."""
@@ -72,7 +72,7 @@ class PartitionProgress(NamedTuple):
 
     position: int
     lag: int | None
-    """Number of later pages that the servers had when they sent the newest page in the index, or None if unknown."""
+    """Number of pages after the newest page in the index, as the servers reported with that page; None if unknown."""
     fault: str
     """Why the partition cannot be read at the moment; empty if it can."""
     stored_at: float | None
@@ -84,7 +84,7 @@ class PartitionProgress(NamedTuple):
     is_complete: bool = False
     """Whether the partition has been read to its end at any time."""
     is_broken: bool = False
-    """Whether pages that were read may be wrong. If so, `fault` remains until the partition is added again."""
+    """Whether pages that were read might be wrong. If so, `fault` remains until the partition is added again."""
 
 
 class _Heartbeat(NamedTuple):
@@ -179,7 +179,7 @@ class LogSubscriber:
         """The newest digest for each partition and interval."""
         self._digest: Final = digest
         self._due: list[int] = []
-        """Partitions whose digest must be computed before anything else is returned."""
+        """Partitions whose digest must be computed before further deliveries are returned."""
         self._sink: Final = sink
         """Applies deliveries before `receive_many` returns them, and returns reports about the deliveries."""
         self._clock: Final = clock
@@ -225,7 +225,7 @@ class LogSubscriber:
             self.partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
-        """Record that pages that were read may be wrong.
+        """Record that pages that were read might be wrong.
 
         The partition's streams are STALE until the partition is added again. Messages that were not applied yet are ignored.
         """
@@ -347,7 +347,7 @@ class LogSubscriber:
             self.partitions[partition] = known
 
     def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
-        """Update the trust for an event, and return the delivery that the index must apply, or None if it has no delivery."""
+        """Update the trust for an event, and return the delivery that the index must apply, or None if the index needs none."""
         if isinstance(event, RawBatch | Reset | Gap):
             self._count(event)
             return event
@@ -355,7 +355,8 @@ class LogSubscriber:
             self._partition_of[event.key] = partition
             self._has_membership_changed = True
         if isinstance(event, StreamLeft):
-            # Data of a stream that leaves are removed here, because it may join again before any caller sees that it had left.
+            # Data of a stream that leaves are removed here, because the stream can join again before any caller sees that it
+            # had left.
             self._observed.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"the engine left the log: {printable(event.reason)}")
         if isinstance(event, InvalidRecord):
@@ -431,7 +432,7 @@ class LogSubscriber:
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def trust_changes(self) -> list[tuple[StreamKey, Trust]]:
-        """Return the trust of every stream, because trust can also change without a message, as time passes."""
+        """Return the trust in every stream. Trust can change without a message, because time passes."""
         return [(key, self.trust(*key)) for state in self.states.values() for key in state.registrations()]
 
     def _best_trust(self, partition: int, stream: StreamState) -> Trust:
@@ -456,7 +457,7 @@ class LogSubscriber:
         return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
 
     def _current_report(self, partition: int, bridge: str, report: TrustRecord) -> TrustRecord:
-        """Return a bridge's report; REPLAYING if the bridge lags, because it reports only about what it had read."""
+        """Return a bridge's report; REPLAYING if the bridge lags, because its report covers only what it has read."""
         lag = self.states[partition].heartbeats[bridge].record.lag
         if not lag or report.trust not in _CURRENT_STATES:
             return report
@@ -471,7 +472,7 @@ class LogSubscriber:
         return self._clock() - known.received_at + known.delay < intervals * last.record.alive_seconds
 
     def _may_be_alive(self, partition: int, bridge: str) -> bool:
-        """Return whether a bridge is alive, or may be alive because no heartbeat was due since the partition was first read."""
+        """Return whether a bridge is alive, or might be: no heartbeat was due since the partition was first read."""
         state = self.states[partition]
         last, since = state.heartbeats.get(bridge), self._complete_at.get(partition, self._clock())
         is_due = last is None or self._clock() - since >= CONFLICT_INTERVALS * last.record.alive_seconds

@@ -5,10 +5,10 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 - If TLS is required, the client sends nothing to a server that does not offer it. nats-py relies on the server's INFO alone, so
   an attacker between client and server could read the credentials.
 - If a server ends a connection, the client reconnects for any reason, such as expired credentials. nats-py would close.
-- The client aborts a connection that it has given up. nats-py connects to another server only after the old server has read all
-  written data. A stopped server never reads the data.
-- `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels the task of these attempts only one
-  time. If an attempt fails at that moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
+- The client aborts a connection that it has given up. nats-py first waits until the old server has read all written data, which
+  a stopped server never does.
+- `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels the task of these attempts once. If
+  an attempt fails at that moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
   reconnects.
 - A task that waits to publish can be cancelled; nats-py swallows the cancellation. A task that waits for an answer can be
   cancelled at the moment at which the answer arrives; `asyncio.wait_for` of Python 3.11 swallows the cancellation.
@@ -18,7 +18,7 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 
 Some of these differences override private methods of nats-py, so `pyproject.toml` allows only one minor release. To allow a
 newer release, compare these methods with the release's `client.py`, and run `tests/integration/test_plane_connection.py`. ADR
-0036 has the alternatives.
+0036 compares the alternatives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PlaneClient(Client):
         self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
-        """Add servers to use if the current server is unreachable. nats-py's `set_server_pool` would forget its version."""
+        """Add servers to use if the current one is unreachable. nats-py's `set_server_pool` forgets the server's version."""
         known = {server.uri.netloc for server in self._server_pool}
         uris = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in uris if uri.netloc not in known]

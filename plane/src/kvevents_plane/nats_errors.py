@@ -1,4 +1,4 @@
-"""Maps the exceptions of nats-py to `PlaneError`, which has a keyword for the kind of fault and a hint.
+"""Maps the exceptions of nats-py to `PlaneError`, with the kind of fault (`PlaneError.fault`) and a hint in the message.
 
 Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package, and no task
 survives its cancellation: nats-py calls `asyncio.wait_for`, which in Python 3.11 swallows a cancellation if the answer arrives
@@ -69,7 +69,7 @@ _FAULTS_BY_CODE: Final[dict[int, PlaneFault]] = {
     10158: "conflict",  # JSStreamDuplicateMessageConflict
     10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: like 10071, for a replicated stream
 }
-"""Faults by error code. The codes are in nats-server's `server/errors.json` and are the same in all releases."""
+"""Maps error codes to faults. The codes are in nats-server's `server/errors.json` and are the same in all releases."""
 
 _FAULTS_BY_TYPE: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.AuthorizationError, "denied"),
@@ -93,7 +93,7 @@ _FAULTS_BY_TYPE: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.Error, "refused"),
     (OSError, "away"),
 )
-"""Faults by exception type. The first match counts, because some types are subclasses of types after them."""
+"""The fault of each exception type. The first match counts, because some types are subclasses of types after them."""
 _NO_ROOM_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of the OS for a file that cannot grow, such as the file of a snapshot."""
 _DENIED_PATTERN: Final = re.compile(

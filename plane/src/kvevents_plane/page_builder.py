@@ -10,8 +10,8 @@ again. The builder then classifies each of its queued records (`bridge_rules`):
 - Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. The comparison at that
   point either shows that the publisher's incarnation is the one in the log, or a new incarnation begins.
 
-Records are dropped only after they were read or acknowledged, and not when they are sent. So it does not matter whether a
-page was lost or only its acknowledgement.
+Records are dropped only after they were read or acknowledged, and not when they are sent. So a lost acknowledgement has the
+same effect as a lost page.
 
 One page is *in flight* at a time. Records that arrive while it is in flight go into the next page. If the page is rejected, or
 a page of another bridge comes first, all its records are classified again.
@@ -182,12 +182,12 @@ class PageBuilder:
         return max(0.0, now - min(waiting, default=now))
 
     def has_left(self, key: StreamKey) -> bool:
-        """Return whether a stream has left the log since the last call of `resync`. The stream may have joined again."""
+        """Return whether a stream has left the log since the last call of `resync`. It might have joined again."""
         queue = self._queues.get(key)
         return queue is not None and queue.followed_incarnation is None
 
     def is_replaced(self, key: StreamKey) -> bool:
-        """Return whether the log is known to have another incarnation of a stream than the one that the bridge follows."""
+        """Return whether the log's incarnation of a stream is known to differ from the one that the bridge follows."""
         queue = self._queues.get(key)
         return queue is not None and not can_report_trust(self._end_of(key, queue), queue.followed_incarnation)
 
@@ -222,7 +222,7 @@ class PageBuilder:
         selections: list[_Selection] = []
         room = self._page_bytes
         if reason := self.state.unknown_prefix or self.reset_reason:
-            # The number is higher than any incarnation: each began with a record, and all earlier pages have fewer records.
+            # The number exceeds every incarnation: each began with a record, and earlier pages have fewer records than this.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
             for key in list(self._active):
@@ -271,7 +271,7 @@ class PageBuilder:
     def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
         """Return the queued trust report if its trust is lower than in the report that was written before.
 
-        The page contains the report twice: before the records that may have lowered the trust, and after these records.
+        The page contains the report twice: before the records that might have lowered the trust, and after them.
         """
         stream = self.state.streams.get(key)
         report = None if stream is None else stream.trust_reports.get(self._bridge)

@@ -13,8 +13,8 @@ the newest message that it has read: by name with each new consumer, and by the 
 
 The reader of a bridge also has a *writer*, which already knows its own pages. If other bridges write few pages to the
 partition, the reader *polls*: it has no consumer, skips the pages that the writer knows, and requests pages of other bridges
-one by one. It requests these at once if a page of the writer is rejected, because another bridge has then written a page. It
-also requests them periodically if the writer writes nothing.
+one by one. It requests these at once if a page of the writer is rejected, because another bridge has then written a page. If
+the writer writes nothing, the reader requests them periodically.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReadFailure(NamedTuple):
     reason: str
     """`recreated`: the stream was deleted and created again. `purged`: unread pages no longer exist, after a purge or damage.
     `truncated`: pages that were read no longer exist. `rewritten`: other pages have the positions of pages that were read.
-    `disputed`: the writer of the next page had read other pages before that page than this reader has read."""
+    `disputed`: the pages that the writer of the next page had read differ from those that this reader has read."""
     first: int = 1
     """Position of the first page at which reading can begin again."""
 
@@ -70,14 +70,14 @@ OnMessages = Callable[[list[ReceivedMessage]], None]
 
 
 class LocalWriter(Protocol):
-    """The writer to the partition that is read, as the reader sees it."""
+    """What a reader needs of the writer that writes to the same partition."""
 
     def knows(self, position: int, name: str) -> bool:
         """Return whether the writer has written the page or has received it from the reader."""
         ...
 
     def is_writing(self) -> bool:
-        """Return whether a page is in flight. The page's result will show whether another bridge has written."""
+        """Return whether a page is in flight. Its result will show whether another bridge has written a page."""
         ...
 
     @property
@@ -98,11 +98,11 @@ class PartitionReader:
     info: PartitionInfo | None = None
     """The newest state of the partition that the servers have reported, or None before the first query."""
     resolves_disputes = False
-    """Whether the partition is being read again because of a dispute. If so, disputed pages are void and do not end `run`."""
+    """Whether the partition is being read again because of a dispute. If so, disputed pages do not end `run`."""
     fault = ""
     """Why the partition cannot be read at the moment; empty if it can."""
     _void = 0
-    """Position of a page that is known to be void because of a dispute."""
+    """Position of a page that must be ignored because of a dispute."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - parameters for the source, the position and the sink
         self,
@@ -140,7 +140,7 @@ class PartitionReader:
         """Whether the next check begins without a pause after the current check."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
-        """The page after the tail, if its writer had read other pages before that page than this reader has read."""
+        """The page after the tail, if the pages that its writer had read differ from those that this reader has read."""
         self._verified: asyncio.Future[bool] | None = None
         """Whether the partition still had the tail after the current consumer was created."""
         self._is_page_missing = False

@@ -5,15 +5,15 @@ moment. The log stays consistent. The server accepts a page only from a bridge t
 (`page_builder`), and all readers apply pages by the same rules, which are in this module:
 
 - A batch is the next one if it has the stream's current incarnation and the number after the newest batch. The first batch of
-  an incarnation can have any number, because the engine may no longer have the earlier batches.
+  an incarnation can have any number, because the engine might no longer have the earlier batches.
 - A batch whose number is already written is ignored, and so are records of incarnations that have ended.
 - Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
 
 The fragments of a large batch are in order; other records can be between them. A fragment at offset 0 begins the batch again.
 
-Each page carries a digest of the names of all messages that its writer expects before it, and is void if other messages precede
-it. The server compares only sequence numbers. These can match by chance after the server has lost acknowledged pages and has
-used their numbers again, or after the partition was deleted and created again.
+Each page carries a digest of the names of all messages that its writer expects before it, and is *void*, that is ignored, if
+other messages precede it. The server compares only sequence numbers. These can match by chance after the server has lost
+acknowledged pages and has used their numbers again, or after the partition was deleted and created again.
 
 If pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*.
 Later pages are not applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED_STREAMS: Final = 100_000
-"""Maximum number of remembered streams that have left the log. Their late records are ignored."""
+"""Maximum number of remembered streams that have left the log. Records that arrive for these streams later are ignored."""
 MAX_REPORTS: Final = 64
 """Maximum number of trust reports about one stream. The report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000
@@ -275,7 +275,7 @@ class PartitionState:
 
     def _append(self, stream: StreamState, record: BatchRecord | FragmentRecord, payload: bytes) -> RawBatch:
         if stream.last_seq < 0:
-            # The first batch identifies the incarnation. Earlier reports from other bridges may be about another incarnation.
+            # The first batch identifies the incarnation. Earlier reports from other bridges might be about another incarnation.
             stream.trust_reports = {bridge: report for bridge, report in stream.trust_reports.items() if bridge == self._writer}
         stream.last_seq, stream.partial_batch, stream.digest = record.seq, None, None
         self.newest[record.key] = payload
@@ -361,7 +361,7 @@ class PartitionState:
         return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
 
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
-        """Return where a bridge continues a stream, with the degraded reasons of its own report or else the newest report."""
+        """Return where a bridge continues a stream, with the degraded reasons of its own report (else of the newest one)."""
         stream = self.streams.get(key)
         if stream is None:
             return ResumePoint(None, self.min_incarnation)

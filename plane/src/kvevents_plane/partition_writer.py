@@ -2,7 +2,7 @@
 
 Theory of operation. A reader keeps a `PartitionState` equal to the partition, and a `PageBuilder` builds the next page from the
 state. The page is published with the expected last position of the partition. If the real position differs, another bridge has
-written, and the reader receives that page. Records that the servers do not accept stay in the builder.
+written a page, which the reader receives. Records that the servers do not accept stay in the builder.
 
 A partition is *ready* while its state is known to match the existing stream. The partition is no longer ready if the stream was
 deleted, was recreated, or has lost pages. In this case the state is read again, and then all streams start over. After a
@@ -108,7 +108,7 @@ class PartitionWriter:
         self._reader: PartitionReader | None = None
         self._write_fault = ""
         self._retry: Final = Backoff(initial=0.1, maximum=1.0)
-        """Growing pauses between two attempts to write a page that was not accepted."""
+        """Growing pauses between attempts to write pages that the servers do not accept."""
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
         self._sent: _SentPage | None = None
@@ -367,14 +367,14 @@ class PartitionWriter:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:
-                self._set_write_fault(error)  # no page of another bridge has arrived, so the server may have lost pages
+                self._set_write_fault(error)  # no page of another bridge has arrived, so the server might have lost pages
                 if reader is not None:
                     reader.request_check()
             else:
                 self._clear_write_fault()
             return
         if error.fault == "away" and self._client.is_connected and reader is not None:
-            reader.request_check()  # the stream may have been deleted
+            reader.request_check()  # the stream might have been deleted
         self._set_write_fault(error)
         await asyncio.sleep(self._retry.next_delay())
 

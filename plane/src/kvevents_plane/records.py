@@ -21,7 +21,7 @@ EMPTY_HISTORY: Final = bytes(8)
 MISSED_HEARTBEATS: Final = 3
 """Number of consecutive missing heartbeats after which a bridge counts as dead."""
 CONFLICT_INTERVALS: Final = 2.0
-"""A bridge that follows another engine under the same name counts as alive for this multiple of
+"""If two bridges follow different engines under one name, each counts as alive for this multiple of
 `HeartbeatRecord.alive_seconds`. So a late heartbeat does not make the stream EXACT."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Maximum heartbeat interval that readers accept, in seconds. A bridge counts as alive for `MISSED_HEARTBEATS` intervals."""
@@ -113,7 +113,7 @@ class FragmentRecord(_StreamRecord, frozen=True, array_like=True, tag="p", gc=Fa
 
 
 class IncarnationRecord(_StreamRecord, frozen=True, array_like=True, tag="r", gc=False):
-    """A new incarnation of the publisher begins. All older batches are void."""
+    """A new incarnation of the publisher begins. The blocks of all older batches no longer exist."""
 
     incarnation: _Count
     reason: str
@@ -134,11 +134,11 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
 
     bridge: str
     trust: str
-    """Name of the trust state. Empty if the bridge no longer follows the stream; its earlier reports are then void."""
+    """Name of the trust state. Empty if the bridge no longer follows the stream; readers then drop its earlier reports."""
     reason: str
     degraded_reasons: dict[str, _Last]
-    """By name of `DegradedReason`, the number of the last batch that the reason affects. For a reason that checkpoints omit,
-    this is the newest number."""
+    """Maps the name of each `DegradedReason` to the number of the last batch that it affects. For a reason that checkpoints
+    omit, this is the newest number."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
@@ -189,8 +189,8 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str = ""
     """Unique name of the page."""
     history: bytes | None = None
-    """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void if other
-    messages precede it. If None, a new history begins with this page, regardless of earlier pages."""
+    """Digest of the names of all messages that the bridge expects before the page (`extend_history`); readers ignore the page
+    if other messages precede it. If None, a new history begins with this page, regardless of earlier pages."""
 
 
 class Tail(NamedTuple):
@@ -220,7 +220,7 @@ class ReceivedMessage(NamedTuple):
 
     @property
     def begins_history(self) -> bool:
-        """Whether a new history begins with the message. Readers use the header, even if the message is not a valid page."""
+        """Whether a new history begins with the message. Readers obey the header, even if the message is not a valid page."""
         return self.history == NEW_HISTORY
 
     def page(self) -> Page | None:

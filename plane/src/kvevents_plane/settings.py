@@ -61,7 +61,7 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     ping_seconds: Seconds = 5.0
     """Seconds between two pings."""
     max_unanswered_pings: Positive = 2
-    """Number of unanswered pings after which a connection counts as dead. With the defaults, this takes 15 seconds."""
+    """Number of unanswered pings after which a connection counts as dead. With the defaults, this is after 15 seconds."""
     reconnect_seconds: Seconds = 0.2
     """Maximum pause before the first attempt to reconnect. In a cluster, another server is available at once."""
     max_reconnect_seconds: Seconds = 5.0
@@ -91,13 +91,13 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pending_bytes: Bytes = 64 << 20
     """Maximum number of bytes of pages that wait to be processed. Pages beyond the limit are read again later."""
     max_lag_seconds: Seconds = 1.0
-    """Seconds for which the index may lack a page that the servers have before the partition's streams are REPLAYING."""
+    """If the index lacks a page of the servers for more than this many seconds, the partition's streams are REPLAYING."""
     digest_pages: Positive = 64
     """Number of pages between two digests of a partition. It must be equal in all replicas, which compare by position."""
 
     @property
     def digest_intervals(self) -> tuple[int, int, int]:
-        """Intervals in pages. A replica publishes its digest at the newest multiple of each, for comparisons with slow ones."""
+        """Intervals in pages. A replica publishes its digest at the newest multiple of each, for slow replicas."""
         return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
 
 
@@ -109,7 +109,7 @@ class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     compare_seconds: Seconds = 1.0
     """Seconds between two comparisons of digests with the other replicas."""
     turn_seconds: Seconds = 20.0
-    """Seconds for which a replica waits until another one has rebuilt its index, if no digest has a majority."""
+    """Seconds that each replica in turn gets to rebuild its index before the next one does, if no digest has a majority."""
     rebuild_seconds: Seconds = 60.0
     """Minimum number of seconds between two rebuilds that are caused by an engine's digest."""
 
@@ -257,7 +257,7 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds between two heartbeats in each partition, at most 60. A state that replicas report as EXACT is at most three
     heartbeats and half a second old."""
     max_lag_seconds: Seconds = 1.0
-    """Maximum number of seconds for which events wait in the bridge until replicas stop trusting its streams."""
+    """If events wait in the bridge for more than this many seconds, replicas stop trusting its streams."""
     receive_queue: Positive = RECEIVE_QUEUE
     """Number of batches of each engine that wait in its connection while the bridge reads nothing. Further batches
     wait at the engine, or are dropped."""

@@ -4,8 +4,8 @@ Each partition has its own snapshots, so a replica that holds only some partitio
 snapshot is two objects, and an entry in a bucket that makes the snapshot valid. The writer writes the entry last, and replaces
 the entry only if it has not changed. The writer then purges the pages that the previous snapshot represents. A reader begins
 with the newest snapshot, or with the previous snapshot if the newest cannot be read, and finds all later pages in the
-partition. Without room for another snapshot, the writer first deletes the previous snapshot, and the pages that the newest
-snapshot contains.
+partition. If the servers have no room for another snapshot, the writer first deletes the previous snapshot, and the pages that
+the newest snapshot contains.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class Snapshots:
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
         """Return a partition's state from its newest readable snapshot, or None if no snapshot is readable.
 
-        Raises `PlaneError`. If a request for a snapshot times out and no other snapshot is readable, the error is raised too,
-        because the snapshot may be intact.
+        Raises `PlaneError`. If a request for a snapshot times out and no other snapshot is readable, the timeout is raised,
+        because the snapshot might be intact.
         """
         timeout_error: PlaneError | None = None
         for snapshot in await self.list_matching(partition, info):
@@ -361,7 +361,7 @@ class Snapshots:
     # --- delete
 
     async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
-        """Purge the pages that the older valid snapshot contains, and delete replaced snapshots. The next call retries."""
+        """Purge the pages that the older valid snapshot contains, and delete replaced snapshots. A later call retries."""
         newest, oldest = valid[0], valid[-1]
         if len(valid) > 1 and oldest.stream_id == newest.stream_id and oldest.position > 0:
             with suppress(PlaneError):
@@ -379,7 +379,7 @@ class Snapshots:
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Purge subjects of objects that no entry lists, after a time in which a running writer would have listed them.
+        """Purge subjects of objects that no entry lists, after the time that a writer needs at most to list them.
 
         These subjects include chunks of an object whose writer was killed before the object was complete.
         """

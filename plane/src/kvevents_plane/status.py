@@ -82,7 +82,7 @@ class PartitionView(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """One replica that has published digests recently."""
+    """One replica whose published digests have not expired."""
 
     name: str
     lag: int

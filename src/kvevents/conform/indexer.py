@@ -156,7 +156,7 @@ class Indexer(Target):
         return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in problems.items()}
 
     def _list_problems(self) -> dict[str, list[str]]:
-        """Return, by instance id, the problems of each instance: a status other than `active`, and errors of its listeners."""
+        """Return the problems of each instance, under its id: a status other than `active`, and errors of its listeners."""
         problems: dict[str, list[str]] = {}
         for worker in self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker]):
             texts = problems[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
@@ -222,7 +222,7 @@ class MooncakeIndexer(Indexer):
 
 DYNAMO_PACKAGE: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Seconds between two snapshots of `kvevents serve`. Before the driver kills the process, it waits for one."""
+"""Seconds between two snapshots of `kvevents serve`. The driver waits for a snapshot before it kills the process."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 FIRST_INSTANCE_ID: Final = 1_000_000

@@ -57,7 +57,7 @@ class ReceivedStream(NamedTuple):
 
 
 def fed_hash(incarnation: int, number: int) -> int:
-    """Return the hash of the block that batch `number`, fed to an incarnation of the publisher, stores."""
+    """Return the hash of the block that batch `number` of an incarnation stores."""
     return block_hash(incarnation + 1, 0, number)
 
 
@@ -75,7 +75,7 @@ def apply_batch(blocks: set[int], payload: bytes) -> str | None:
 
 
 def judge_stream(stream: ReceivedStream, start: int, required: set[int], allowed: set[int]) -> ScenarioOutcome:
-    """Return the verdict about batches from `start` on: they must give consumers the `required`, and only `allowed` blocks."""
+    """Return the verdict about batches from `start` on: consumers must get all `required` blocks, and only `allowed` blocks."""
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
         if number <= last and not (held == set() and begins_with_clear(payload)):

@@ -2,7 +2,7 @@
 
 The referee plays the workers: small OpenAI servers beside the engines' event sockets. The referee adds one more worker, the
 control, whose engine has no faults. The control first holds one block of a prompt less than the best worker of the scenario. A
-router that misses blocks then chooses the control. After that, the control holds one block more than the best worker. A router
+router that lacks blocks then chooses the control. After that, the control holds one block more than the best worker. A router
 that counts removed blocks then chooses another worker.
 """
 
@@ -115,7 +115,7 @@ def tokens_of(prompt: str | list[int]) -> list[int]:
 
 
 class Control:
-    """The engine of the control. The referee changes how many blocks of a prompt it holds, and it announces the changes."""
+    """The engine of the control, which holds as many blocks of a prompt as the referee sets, and announces changes."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -127,7 +127,7 @@ class Control:
         self.replay_endpoint: Final = self._publisher.replay_endpoint
 
     def hold(self, tokens: Sequence[int], salt: str | None, blocks: int) -> bool:
-        """Hold the first `blocks` blocks of a prompt. Return whether the engine held another number of blocks before."""
+        """Hold the first `blocks` blocks of a prompt. Return whether this changed the number of held blocks."""
         key = (tokens[0], salt)
         before = self._held.get(key, 0)
         self._held[key] = blocks
@@ -234,7 +234,7 @@ class RouterTarget(Target):
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS_PER_STATE else f"{chosen[wrong]} of {REQUESTS_PER_STATE} requests"
         truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL_NAME: control}.items()))
-        # The control has no faults. So a router that wrongly chooses the control misses blocks of the best worker.
+        # The control has no faults. So a router that wrongly chooses the control lacks blocks of the best worker.
         concerned = min(right) if wrong == CONTROL_NAME else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 

@@ -1,9 +1,9 @@
 """The format of scenarios: JSON files that any program can play without kvevents.
 
 A scenario has engines, steps that happen to them, and checks with the right answers. The file has everything that an engine
-sends: macros, which become events in the forms of a release, JSON values, or bytes. It also states which answers must be right,
-which workers may be reported, how long a player waits, the rule from which the right answers follow, and the rule's source.
-The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
+sends, as bytes, as JSON values, or as macros that become events in the forms of a release. It states which answers must be
+right, which workers may be reported, how long a player waits, the rule from which the right answers follow, and the rule's
+source. The page `reference/conformance.md` explains the format; `schema.json` beside this module is its schema.
 
 A scenario has the forms of the newest vLLM unless it states others. `to_dialect` gives a scenario the forms of another release,
 so that every fault can be played with every release.
@@ -40,7 +40,7 @@ GROUPS: Final = {
     "registration": "What is registered",
     "publishing": "What a publisher sends",
 }
-"""Heading of each group of scenarios, by the name of the group."""
+"""Maps the name of each group of scenarios to the heading of the group."""
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$tokens"}):
@@ -231,8 +231,8 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
     tokens: Tokens | list[int]
     held: dict[Annotated[str, Meta(pattern="^[a-z0-9.-]+(:[0-9]+)?$")], int]
-    """Number of tokens in the longest prefix that each worker holds on any tier, by `worker` or, for one rank, by
-    `worker:rank`. Workers that are not listed hold no prefix."""
+    """Maps `worker`, or `worker:rank` for one rank, to the number of tokens in the longest prefix that it holds on any tier.
+    Workers that are not listed hold no prefix."""
     lora: str | None = None
     salt: str | None = None
     tenant: str | None = None
@@ -262,7 +262,7 @@ class Check(_Step, frozen=True, tag="check"):
     within: WaitSeconds
     queries: list[CheckQuery] = []
     may_report: list[PlainName] = []
-    """Workers whose state the events leave uncertain. The target may report them, but their answers must be right."""
+    """Workers whose state cannot be known from the events. The target may report them, but their answers must be right."""
     may_be_wrong: list[PlainName] = []
     """Workers whose right answers no reader can know. The answers may be wrong if the target reports these workers."""
     must_report: list[PlainName] = []
@@ -400,7 +400,7 @@ class Macros:
         """Return the payload that a step publishes if the scenario has published `number` batches before."""
         if step.payload is not None:
             return bytes.fromhex(step.payload)
-        time = 1_760_000_000.0 + number / 16  # a time of its own, so that no two batches of a scenario have the same bytes
+        time = 1_760_000_000.0 + number / 16  # each batch has its own time, so no two batches have equal bytes
         names = {"$time": time, "$milliseconds": int(time * 1000), "$rank": self._rank}
         if step.events is None:
             return msgspec.msgpack.encode(self.expand(step.batch, names))
@@ -514,7 +514,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def to_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
-    """Return `scenario` with the forms and the reply shape of the scenario `release`, which has those of another release.
+    """Return `scenario` with the forms and the reply shape that the scenario `release` has.
 
     Return None if these forms cannot express the scenario, because it contains whole batches, or fields that events of that
     release do not have. Payloads that are given as bytes are not changed.

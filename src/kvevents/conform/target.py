@@ -2,8 +2,8 @@
 
 A target translates the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
 worker that it chose. Endpoint Pickers of the Gateway API could be a third kind of target: `find_wrong_answers` would send a
-request by the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer. The workers would be as for a
-router.
+request by the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer. The referee would play the workers,
+as for a router.
 """
 
 from __future__ import annotations

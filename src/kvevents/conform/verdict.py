@@ -37,7 +37,7 @@ class ConformRun(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> Counter[Verdict]:
-        """Number of scenarios by verdict."""
+        """Number of scenarios with each verdict."""
         return Counter(result.verdict for result in self.results)
 
     def has_failed(self, max_needless: int | None = None) -> bool:

@@ -37,14 +37,14 @@ class ExportSummary:
 
     folder: Path
     rows: dict[str, int]
-    """Number of rows by name of the table."""
+    """Maps the name of each table to its number of rows."""
     bytes: int
     """Total size of the files in bytes."""
     seconds: float
     counts: dict[str, int]
-    """Sum over all workers of each of `COUNTER_COLUMNS`; number of `malformed` messages and of `unplaced` replayed batches."""
+    """Sum over all workers of each of `COUNTER_COLUMNS`, and the numbers of `malformed` messages and `unplaced` batches."""
     reject_reasons: dict[str, int]
-    """Number of events that could not be decoded, by reason."""
+    """Maps each reason to the number of events that could not be decoded."""
     truncated: list[str] = field(default_factory=list)
     """A message for each recording whose last line is incomplete."""
 

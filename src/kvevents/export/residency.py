@@ -33,7 +33,7 @@ class ChainState(NamedTuple):
     depth: int | None
     """Number of blocks from the root of the chain to this block, or None if unknown."""
     salt: int
-    """What the salt adds to the seed of local hashes; 0 without a salt."""
+    """Number that the salt adds to the seed of local hashes; 0 without a salt."""
 
 
 class Placement(NamedTuple):
@@ -174,7 +174,7 @@ class WorkerCache:
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, chain: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
-        """Return the block at `index` of a store that follows `chain`, and why the block has no key (None if it has a key)."""
+        """Return the block at `index` of a store whose parent has `chain`, and why it has no key (None if it has a key)."""
         known_block = self._blocks.get(event.block_hashes[index])
         key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
         if key is None and known_block is not None and known_block.chain.key is not None:

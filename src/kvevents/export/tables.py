@@ -50,7 +50,7 @@ class QueryResult:
 
 @cache
 def queries() -> dict[str, Query]:
-    """Return the built-in queries by name."""
+    """Return the built-in queries, each under its name."""
     return {file.stem: Query(file.stem, file.read_text()) for file in sorted(_QUERY_FOLDER.glob(f"*{_SUFFIX}"))}
 
 
@@ -107,7 +107,7 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     """Number of token ids in a row group above which the row group is written early, because token ids make rows long."""
     resident_blocks: Positive = 4_000_000
     """Maximum number of current residencies in one export, about 700 bytes each. At this limit, a worker that stores a block
-    drops its oldest blocks, and counts them as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
+    drops its oldest blocks, and counts them as `dropped`. The device memory of 100 engines holds fewer blocks than this."""
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()

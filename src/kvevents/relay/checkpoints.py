@@ -181,7 +181,7 @@ class RestoredState(NamedTuple):
     checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
-    """By ordinal of an upstream, the position of the upstream's newest batch that an earlier process has sent."""
+    """Maps the ordinal of an upstream to the position of its newest batch that an earlier process has sent."""
     blocks: Mapping[BlocksKey, UpstreamBlocks] = {}
     was_resumed: bool = False
     """Whether the relay continues the incarnation of an earlier process."""
@@ -202,7 +202,7 @@ def restore(
     """Restore the relay from the journal, or start a new incarnation. Afterwards, records can be appended to the journal.
 
     Fills `buffer`, `state` (what consumers hold) and `received` (the upstreams' streams as received, by ordinal). Raises
-    `JournalError` if a file of the journal cannot be read a second time.
+    `JournalError` if a file of the journal cannot be read again.
     """
     if journal is None:
         return RestoredState(_incarnation_after(None))
@@ -280,8 +280,8 @@ def _decode_journal(settings: RelaySettings, recovered: RecoveredJournal) -> _De
 def _update(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
     """Store in `newest` the newest batch of each upstream that was forwarded after the upstream's checkpoint.
 
-    The journal omits heartbeats, so a batch with no other event cannot be compared with the upstream's replay, and is not
-    stored. An upstream cannot replay a batch that is part of a snapshot; after that batch it is followed from its start.
+    A batch of heartbeats is not stored: the journal omits them, so the batch cannot be compared with the upstream's replay. If
+    the newest batch is part of an upstream's snapshot, the upstream cannot replay it, and is followed from its start.
     """
     for batch in batches:
         if batch.upstream < len(checkpoints):
@@ -325,7 +325,7 @@ def _apply_journal(
 
 
 def _restore_ownership(settings: RelaySettings, usable: _DecodedJournal) -> dict[BlocksKey, UpstreamBlocks]:
-    """Restore which upstream owns which blocks. The journal also names the upstream whose blocks a retraction removes."""
+    """Restore which upstream owns which blocks, from stores and from the relay's own removals (`RETRACTION_OFFSET`)."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
     number = -1

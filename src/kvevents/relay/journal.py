@@ -39,7 +39,7 @@ from kvevents.relay.journal_disk import TEMPORARY_SUFFIX, Disk, Folder
 from kvevents.relay.journal_recovery import RecoveredJournal, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
-"""`new` before `begin`; `disk` if the files have all sent batches; `memory` if the disk fails and no batch is recorded."""
+"""`new` before `begin`; `disk` if the files have all sent batches; `memory` after the disk has failed: no batch is recorded."""
 
 MIB: Final = 1 << 20
 _RECOVERABLE_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
@@ -54,7 +54,7 @@ class JournalLimits:
     """Limits and timers of a journal. Times are in seconds."""
 
     compact_bytes: int = 64 * MIB
-    """Minimum size of the logs for a snapshot. The logs must also exceed twice the size of the previous snapshot."""
+    """A snapshot is due if the logs exceed this size in bytes and twice the size of the previous snapshot."""
     max_log_bytes: int = 8192 * MIB
     """Maximum size of the logs while no snapshot can be made. Above this size the journal behaves as if the disk were full."""
     first_retry_delay: float = 1.0
@@ -64,7 +64,7 @@ class JournalLimits:
     close_timeout: float = 10.0
     """Maximum time for which `close` waits for the disk."""
     check_interval: float = 1.0
-    """Time between two checks whether the files still exist."""
+    """Time between two checks that the files exist."""
     probe_bytes: int = MIB
     """Free space that a failed disk must have before it is used again."""
     frame_batches: int = 1_000
@@ -156,7 +156,7 @@ class Journal:
         self._start(())
 
     def resume(self, recovered: RecoveredJournal) -> None:
-        """Continue after the recovered records, which must be complete."""
+        """Continue after the records in `recovered`, which must be complete."""
         assert recovered.incarnation is not None  # noqa: S101 - complete records have an incarnation
         self._incarnation = recovered.incarnation
         positions, origins = dict(recovered.positions), dict(recovered.origins)
@@ -256,7 +256,7 @@ class Journal:
         self._is_disk_back = False
         ended_log = self._log
         try:
-            # In state "memory", the files lack batches from before the new log until the snapshot is complete.
+            # In state "memory", the older files lack batches, so the new log is unusable until the snapshot is complete.
             log = self._new_log(journal_format.OPEN_STATE if self.state == "disk" else journal_format.BROKEN_STATE, ended_log)
         except OSError as error:
             self._stop_recording(error)
@@ -286,7 +286,7 @@ class Journal:
         self._snapshot_write = None
         error = write.result.exception()
         if write.log is not self._log:
-            return  # appending to that log failed after the snapshot was begun
+            return  # an append to `write.log` has failed since the snapshot was begun
         if error is not None:
             if self.state == "memory":
                 self._stop_recording(error)

@@ -23,7 +23,7 @@ _PRIVATE_FILE_MODE: Final = 0o600
 
 
 class Disk:
-    """Operations on files of an open folder, by name."""
+    """Operations on the files of an open folder, each given the file's name."""
 
     boot_id_file = Path("/proc/sys/kernel/random/boot_id")
 
@@ -112,7 +112,7 @@ class Folder:
         fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE_FILE_MODE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # a full disk, where the lock works without the process id, which only a message needs
+            with suppress(OSError):  # a full disk cannot store the id, which only the message below needs
                 os.ftruncate(fd, 0)
                 os.write(fd, str(os.getpid()).encode())
         except BlockingIOError as error:

@@ -38,7 +38,7 @@ VERSION: Final = 2
 LOG: Final = 0
 SNAPSHOT: Final = 1
 SUFFIXES: Final = {LOG: "log", SNAPSHOT: "snapshot"}
-"""Suffixes of file names by kind."""
+"""Maps each kind of file to the suffix of its name."""
 OPEN_STATE: Final = b"\x55"
 CLOSED_STATE: Final = b"\xaa"
 CONTINUED_STATE: Final = b"\x33"
@@ -56,7 +56,7 @@ COMMITTED_OFFSET: Final = STATE_OFFSET + 1
 FRAMES_OFFSET: Final = COMMITTED_OFFSET + _COMMITTED.size + _CRC.size
 
 Positions: TypeAlias = dict[int, tuple[int, int]]
-"""Incarnation and newest sequence number (-1 before the first batch) by ordinal of the upstream."""
+"""Maps the ordinal of an upstream to its incarnation and its newest sequence number (-1 before the first batch)."""
 
 
 class ForwardedBatch(NamedTuple):
@@ -101,7 +101,7 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     payloads: list[bytes]
 
     def positions(self) -> Positions:
-        """Return, by upstream, the position of the newest of these batches."""
+        """Return, for each upstream, the position of its newest batch in this record."""
         return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
 
     def rows(self) -> Iterator[ForwardedBatch]:

@@ -27,7 +27,7 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 UNKNOWN_FORM: Final = ""
 MAX_SAMPLED_PAYLOADS: Final = 64
-"""Number of examined payloads of an upstream, enough to see unsigned hashes: half of these are above the signed range."""
+"""Number of payloads from which the form is detected. They suffice: half of all unsigned hashes exceed the signed range."""
 
 _DIALECTS_BY_FORM: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
@@ -66,7 +66,7 @@ class DialectEncoder:
             self._set_form(form)
 
     def observe(self, payloads: Sequence[bytes]) -> None:
-        """Detect the form from payloads that are about to be sent. Only the first payloads are examined."""
+        """Detect the form from payloads that are about to be sent, of which the first `MAX_SAMPLED_PAYLOADS` are examined."""
         if self._is_fixed:
             return
         self._newest = payloads[-1]
@@ -75,7 +75,7 @@ class DialectEncoder:
             self._examine_payload(payload)
 
     def observe_newest(self) -> None:
-        """Examine the newest observed payload, even if `MAX_SAMPLED_PAYLOADS` payloads have been examined."""
+        """Examine the newest observed payload, even if `MAX_SAMPLED_PAYLOADS` earlier payloads have been examined."""
         newest, self._newest = self._newest, b""
         if newest:
             self._examine_payload(newest)
@@ -163,7 +163,7 @@ class IndexedStream:
         self._seq = 0
 
     def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Apply the next payloads. Return by position the outcome of each payload that had findings or was not applied."""
+        """Apply the next payloads. Map the position of each payload that had findings or was not applied to its outcome."""
         first = self._seq
         self._seq += len(payloads)
         return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
@@ -199,8 +199,8 @@ class IndexedStream:
 class OutputSequencer:
     """For each batch: assigns its number, applies it to `state`, appends it to the journal and sends it, in this order.
 
-    `state` has the blocks that consumers hold. `journal` is None if no state outlives the process. `next_number` is the first
-    number to assign; if the first number is above 0, consumers might not have received the number before.
+    `state` has the blocks that consumers hold. `journal` is None for a relay without a journal. `next_number` is the first
+    number to assign; if it is above 0, consumers might not know that the previous number was assigned.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class OutputSequencer:
     def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Record the newest of the batches from which the next payloads are made.
 
-        The journal has only the changed payloads. After a kill, replay must show that the upstream sent this batch.
+        The journal has only the changed payloads. After a kill, the upstream's replay must contain this batch.
         """
         newest = batches[-1]
         if self._journal is not None:
@@ -290,7 +290,7 @@ class OutputSequencer:
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Remove the heartbeat from a payload and send the payload; skip a number before it if events are missing."""
         if loses_events(report):
-            # The number is skipped first, because a relay that is killed in between skips another number after its restart.
+            # The number is skipped first: a relay that is killed between both steps skips one more number, but hides no loss.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:
@@ -322,8 +322,8 @@ class OutputSequencer:
 class HeartbeatSchedule:
     """Sends heartbeats periodically, when trust changes, and before the newest heartbeat leaves the replay buffer.
 
-    `heartbeat` is the period that heartbeats promise. `trust_interval` is the minimum time between two heartbeats if trust has
-    risen or its reason has changed. Both periods are in seconds.
+    `heartbeat` is the period that each heartbeat announces. `trust_interval` is the minimum time between two heartbeats if
+    trust has risen or its reason has changed. Both periods are in seconds.
     """
 
     def __init__(

@@ -12,11 +12,11 @@ consumer that starts late receives first.
   have no rank, which means all ranks.
 - A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even a consumer that does not
   know relays. For several gaps that are received together, the relay skips only one number, because each skipped number makes
-  every consumer request the whole replay buffer twice. Until the next clear, one skipped number is enough.
+  every consumer request the whole replay buffer twice. If a clear is sent in between, a later gap skips another number.
 - An *attestation* of an engine's own cache is compared with the blocks that the relay has sent. The relay forwards it in a
-  heartbeat after the same batches, so that consumers can compare it with their blocks. A stream of several upstreams has no
-  attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with the
-  reason, and then the reset.
+  heartbeat after the batches that it attests, so that consumers can compare it with their blocks. A stream of several upstreams
+  has no attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with
+  the reason, and then the reset.
 - A *heartbeat* states the relay's trust. The replay buffer always has a heartbeat. So a consumer that starts late receives the
   trust in the reply to its first replay request, although the snapshot of older batches has no trust.
 - The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
@@ -27,8 +27,8 @@ the steps that depend on it. A reset is written before its removals, so that a r
 upstream's old incarnation. A gap's degraded reason is written before the batches that follow the gap. In the other order, a
 killed relay would count these batches as forwarded, and forget the loss.
 
-A *turn* receives deliveries, sends them, and does periodic work. If an exception interrupts a turn, the turn may have received
-deliveries that were not sent. The relay then refuses further turns, and a new relay continues from the journal.
+A *turn* receives deliveries, sends them, and does periodic work. If an exception interrupts a turn, some received deliveries
+might not have been sent. The relay then refuses further turns, and a new relay continues from the journal.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Relay(Closeable):
         return len(deliveries)
 
     def _maintain(self, now: float) -> None:
-        """Do the periodic work, which need not follow each forwarded batch."""
+        """Do the periodic work: update the status, and send or write what is due."""
         self._is_maintenance_due = False
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
@@ -333,10 +333,10 @@ class Relay(Closeable):
                 self._heartbeats.send(self._current_trust())
 
     def _current_trust(self) -> Trust:
-        """Return the trust in the batches that were already sent, for a heartbeat before further received batches.
+        """Return the trust for a heartbeat that is sent before some of the received batches.
 
-        Losses and findings of batches that are not sent yet lower this trust, because a heartbeat must not make consumers EXACT
-        too early. A received reset ends older degraded reasons, so trust is `_INCOMPLETE_TRUST` until the reset is forwarded.
+        Losses and findings of those batches already lower this trust, so that the heartbeat does not make consumers EXACT too
+        early. A received reset ends older degraded reasons, so trust is `_INCOMPLETE_TRUST` until the reset is forwarded.
         """
         return _INCOMPLETE_TRUST if self._resets_ahead else self._upstreams.trust()
 
@@ -383,7 +383,7 @@ class Relay(Closeable):
             self._clear_if_empty()
 
     def _clear_if_empty(self) -> None:
-        """Clear a shared stream that had gaps, if no upstream holds a block. Only a clear ends consumers' reason `LOST`."""
+        """Clear a shared stream after gaps if no upstream holds a block. Only a clear ends the reason `LOST` at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
         is_empty = not any(own for transform in self._transforms for own in transform.blocks.values())

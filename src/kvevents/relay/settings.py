@@ -27,7 +27,7 @@ class RelayLimits:
     trust_interval: float = 0.5
     """Minimum time between two heartbeats if trust has risen or its reason has changed. A drop of trust is sent at once."""
     checkpoint_interval: float = 1.0
-    """Time between two checkpoints in the journal. After a kill, the relay requests the batches of this time again."""
+    """Time between two checkpoints in the journal. After a kill, the relay requests all batches after a checkpoint again."""
     snapshot_retry_interval: float = 2.0
     """Time between two attempts to write a snapshot of the journal. Attempts fail while the history is incomplete."""
     close_timeout: float = 2.0
@@ -58,7 +58,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     buffer_steps: Positive = 10_000
     """Number of batches in the replay buffer; older batches are compacted."""
     hwm: Positive = 100_000
-    """Maximum number of batches that wait for a slow consumer. The consumer misses further batches, and requests them again."""
+    """Maximum number of batches that wait for a slow consumer, which must request further batches by replay."""
     heartbeat: Seconds = 5.0
     """Seconds between two heartbeats, from which consumers learn the relay's trust."""
     journal: FolderPath | None = None
@@ -105,6 +105,6 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.dialect is not None or self.tokens != "keep" or len(self.upstreams) > 1
 
     def fingerprint(self) -> str:
-        """Return a text with the settings that a process needs to continue the stream: upstreams, dialect, tokens."""
+        """Return a text of the settings that must be equal to continue the stream: upstreams, dialect, tokens."""
         ends = [(source.label, source.rank, source.endpoint, source.topic) for source in self.upstreams]
         return msgspec.json.encode([ends, self.dialect, self.tokens]).decode()

@@ -58,10 +58,10 @@ def clear_of_all_tiers() -> list[KVEvent]:
 
 
 def _split_at_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
-    """Split batches after each batch that may have an attestation, because an attestation covers all batches up to its own."""
+    """Split batches after each batch that might have an attestation, because it covers all batches up to its own."""
     first = 0
     for end, batch in enumerate(batches, 1):
-        # This is the name of the heartbeat's field, and MessagePack stores names unchanged.
+        # The bytes contain the name of the heartbeat's field, because MessagePack stores names unchanged.
         if b"attestation" in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
@@ -92,7 +92,7 @@ class Transform:
         was_resumed: bool = False,
     ) -> None:
         self.blocks: Final = blocks
-        """Blocks of the upstream by rank, if upstreams share the stream."""
+        """Maps each rank to the upstream's blocks, if upstreams share the stream."""
         self.has_salted_prompts = False
         """Whether keys of a salted prompt were forwarded. Only the first block of a prompt has the salt."""
         self._ordinal: Final = ordinal
@@ -106,7 +106,7 @@ class Transform:
         self._has_tokens: Final = settings.tokens == "keep"
         self._scopes: Final = expressible_placement(self._dialect)
         self._omits_blocks = was_resumed and self._dialect is not None
-        """Whether consumers might lack blocks of the upstream or have them in another group or tier. The cause is an event
+        """Whether consumers might lack blocks of the upstream or have them in a wrong group or tier. The cause is an event
         after the newest clear that could not be decoded or that the dialect cannot express."""
         self._first_rank: int | None = None
         """The first rank that a batch stated, if the dialect has no field for the rank."""
@@ -118,7 +118,7 @@ class Transform:
             self._forward(batch)
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
-        """Forget the upstream's blocks, and return the events that remove these blocks at consumers, by rank."""
+        """Forget the upstream's blocks, and return for each rank the events that remove these blocks at consumers."""
         if self._received is not None:
             self._received.reset()
         self._omits_blocks = False
@@ -135,7 +135,7 @@ class Transform:
         payloads, report = self._transform_batch(batch)
         report = replace(report, digest_matches=agrees)
         if loses_events(report):
-            # The number is skipped first, because a relay that is killed in between skips another number after its restart.
+            # The number is skipped first: a relay that is killed between both steps skips one more number, but hides no loss.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
@@ -153,7 +153,7 @@ class Transform:
         """Return the payloads to send for a batch, and the findings of decoding it.
 
         The list is empty if no event remains, and has several payloads if one payload would be too large for consumers. Events
-        that the dialect cannot express also count as rejected, because consumers must notice their absence.
+        that the dialect cannot express count as rejected, because consumers must notice that they are missing.
         """
         decoding = decode_batch(delivery.payload)
         batch, rejected = self._reject_second_rank(decoding.batch, list(decoding.rejected))
@@ -214,7 +214,7 @@ class Transform:
         return [payload for batch in batches for payload in self._encode(batch, rejected)]
 
     def _is_misplaced(self, event: KVEvent) -> bool:
-        """Return whether consumers put an event's blocks into a wrong group or tier, for which the dialect has no field."""
+        """Return whether consumers misplace an event's blocks, because the dialect has no field for their group or tier."""
         if self._dialect is None or not isinstance(event, BlockStored):
             return False
         misplaced = {
@@ -227,7 +227,7 @@ class Transform:
     def _widen_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
         """Widen each clear whose tier or group the dialect cannot express, so that consumers clear too much, not too little.
 
-        A clear that directly follows a clear of all blocks has no effect. If it would have to be widened, it is dropped.
+        A clear that directly follows a clear of all blocks has no effect, so it is dropped instead of widened.
         """
         expressible: list[KVEvent] = []
         is_empty = False
@@ -243,7 +243,7 @@ class Transform:
         return expressible
 
     def _drop_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
-        """Drop stores of namespaces that the dialect cannot express, because consumers would match them with other prompts."""
+        """Drop stores of namespaces that the dialect cannot express: consumers would match them in other namespaces."""
         if self._dialect is None:
             return [_with_salt_as_unknown_field(event) for event in events]
         fields = self._dialect.stored_fields
@@ -320,7 +320,7 @@ def redact_prompt(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
     """Replace the tokens of a store with the keys of its hashes, and remove all other fields that reveal a prompt."""
     if isinstance(event, BlockStored):
         # A store with neither tokens nor keys announces another copy of known blocks, and must not get keys. A store with keys
-        # comes from another relay, and its keys are replaced.
+        # comes from an upstream that is a relay; its keys are replaced.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
         keys = list(map(key, event.block_hashes)) if has_content else None
         return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))

@@ -2,8 +2,8 @@
 
 Several upstreams can become one stream, in which each upstream clears only its own blocks. A clear of one upstream is sent as
 removals of the blocks that this upstream holds, so that the blocks of other upstreams stay. If an upstream's history is not
-known from its start, removals can name blocks that are not recorded for the upstream. They are dropped, because the blocks
-can belong to another upstream.
+known from its start, removals can name blocks that are not recorded for the upstream. These removals are dropped, because the
+blocks can belong to another upstream.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Upstreams:
     """Subscribes to the upstreams, and returns deliveries that were not forwarded before.
 
     `checkpoints` has the checkpoint of each upstream, by ordinal, that an earlier process stored. `forwarded` has the newest
-    batch of each upstream that the earlier process sent, in the checkpoint's incarnation (`resume_point`). Replay returns the
-    batches from the checkpoint to that batch again, and they are skipped.
+    batch of each upstream that the earlier process sent, in the checkpoint's incarnation (`resume_point`). The batches from the
+    checkpoint to that batch arrive again by replay, and are skipped.
 
     A sequence number identifies a batch only within one incarnation. So an upstream that is not verified to be the same
     incarnation is followed from its start, with a `Reset`.
@@ -153,7 +153,7 @@ class Upstreams:
 
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
-    """Return the lowest trust of streams; the reason names the streams with this trust. It is ATTESTED only if all are."""
+    """Return the lowest trust of streams (ATTESTED only if all streams are); the reason names the streams with this trust."""
     return _combine_trust({(status.source, status.rank): status.trust for status in statuses})
 
 
@@ -195,16 +195,16 @@ PLACEMENT_FIELDS: Final = frozenset(RemovalPlacement._fields)
 
 
 class UpstreamBlocks:
-    """Counts the copies of each block that one upstream holds, by placement.
+    """Counts, for each placement, the copies of each block that one upstream holds.
 
-    `fields` are those fields of a placement that the stream's dialect has; a difference in any other field does not count.
+    `fields` are those fields of a placement that the stream's dialect has; all other fields are ignored.
     """
 
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._certain: dict[RemovalPlacement, set[int]] = {}
-        """Blocks below the device tier that certainly exist, by placement: no clear without a tier followed their store."""
+        """Blocks of each placement below the device tier that certainly exist: no clear without a tier followed their store."""
         self._count = 0
         self._digest = 0
 
@@ -267,7 +267,7 @@ class UpstreamBlocks:
             return self.clear()
         if scope:
             return self.clear(**scope)
-        # SGLang clears host memory as well as the GPU; its name for host memory is `MEDIUM_CPU_PINNED`.
+        # SGLang clears host memory as well as the GPU; SGLang's name for host memory is `MEDIUM_CPU_PINNED`.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
         removals = self._remove_placements(
             placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
@@ -275,7 +275,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
     def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies of a placement as uncertain. At consumers, the store and removal of one more copy has this effect."""
+        """Mark all copies of a placement as uncertain. Events that store and remove one more copy mark them at consumers."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             chunk = hashes[start : start + limit]

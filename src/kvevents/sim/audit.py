@@ -1,9 +1,9 @@
 """Compares the index with the engine's cache at every lookup of an engine.
 
 An engine looks up a prompt between two of its events: after all batches before number `seq`, and after the first `event_index`
-events of batch `seq`. So the audit queries the index at exactly this position, even if the batch arrives late. If the stream
-is exact, index and engine must find equally many tokens. If a lookup is between two events of one batch, the batch is applied
-in parts.
+events of batch `seq`. So the audit queries the index at exactly this position, even if the batch arrives late. If the stream is
+exact, the index must find as many tokens as the engine. If a lookup is between two events of one batch, the batch is applied in
+parts.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Audit:
             while stream.pending and stream.pending[0].position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        # Another thread may call `position` between these assignments. The old number with the new incarnation would be wrong.
+        # Another thread may call `position` between these assignments. It must not get the old number with the new incarnation.
         stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
     def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:

@@ -5,10 +5,10 @@ The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_
 blocks get their contents when the step that computes them is scheduled. The last token of a prompt never counts as cached,
 because its logits must be computed. A sequence is admitted if its blocks fit into the cache.
 
-A hybrid model has a group with a sliding window besides the group with full attention. A window needs only the blocks that it
-reaches from the next token. Its group has index 0, as in gpt-oss and Gemma 3. That group retains contents only where a later
-prompt can continue (vLLM 0.32's `prefix_cache_retention_interval` 0): at the end of the prompt, and at the end of the prefix
-that full attention found, if the window found less.
+A hybrid model has a group with a sliding window besides the group with full attention. A sliding window needs only the blocks
+within its length before the next token. The window's group has index 0, as in gpt-oss and Gemma 3. It retains contents only
+where a later prompt can continue (vLLM 0.32's `prefix_cache_retention_interval` 0): at the end of the prompt, and at the end of
+the prefix that full attention found, if the window found less.
 
 Host memory is simpler than in any engine: every complete block is copied to host memory when it is computed. The least recently
 used block is evicted. A prompt finds a block on either tier.
@@ -94,8 +94,8 @@ class PrefixCache:
     def take_events(self) -> list[KVEvent]:
         """Return the events of all changes since the previous call.
 
-        The events of a step contain half a megabyte of token ids and hashes. If they were created earlier, the CPU's caches
-        would not hold them any more at the end of the step.
+        The events of a step contain half a megabyte of token ids and hashes. Events that were created earlier would have left
+        the CPU's caches by the end of the step.
         """
         events: list[KVEvent] = []
         for change in self._changes:
@@ -187,7 +187,7 @@ class PrefixCache:
     # --- blocks
 
     def _count_needed(self, tokens: int, prefix: CachedPrefix, *, caps_windows: bool = False) -> int:
-        """Return the number of blocks for `tokens` tokens besides those in `prefix`; a window limits it if `caps_windows`."""
+        """Return how many blocks `tokens` tokens need besides `prefix`; if `caps_windows`, at most as many as a window uses."""
         needed = -(-tokens // self.size.block_size)
         return sum(
             max(0, (group.max_blocks(tokens) if caps_windows else needed) - len(table))

@@ -140,7 +140,7 @@ PRESETS: Final[dict[str, CostModel]] = {
     "llama-3.1-8b-a100": roofline(LLAMA_8B, A100, 1, "roofline: meta-llama/Llama-3.1-8B over 1 NVIDIA A100 80GB SXM"),
     "llama-3.1-70b-4xh100": roofline(LLAMA_70B, H100, 4, "roofline: meta-llama/Llama-3.1-70B over 4 NVIDIA H100 SXM"),
 }
-"""Cost models by name."""
+"""Maps the name of each preset to its cost model."""
 
 
 def cost_model(name: str) -> CostModel:

@@ -78,8 +78,8 @@ class AuditingFollower:
     def exact(self, worker: Worker) -> bool:
         """Return whether all batches before the last delivery were delivered. The audit calls this in the follower's thread.
 
-        Unlike an EXACT stream, the stream need not be up to date: replay may be filling a gap. The stream may also be DEGRADED
-        for the reason that no live batch has verified the replay endpoint, which the fleet owns.
+        The stream need not be EXACT: replay might be filling a gap, or no live batch has verified the replay endpoint yet. The
+        latter does not matter, because the fleet owns that endpoint.
         """
         subscriber = self._subscriber
         return subscriber is not None and subscriber.status(*worker).degraded_reasons <= {DegradedReason.REPLAY_UNPROVEN}
@@ -145,7 +145,7 @@ class LiveFleet:
 
     With a `pace`, the fleet runs in real time, `pace` times as fast. If `pace` is None, it runs in steps: simulated time does
     not depend on the machine's speed, because each choice of a router waits until the index has all batches. Equal arguments
-    then give equal results. Such a fleet cannot have faults that last for some time: `delay`, `cut` and `stall`.
+    then give equal results. A fleet in steps cannot have faults that last for a time: `delay`, `cut` and `stall`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class LiveFleet:
         self.behind = 0.0
         """Maximum number of seconds by which the fleet was late. A large value means that this machine is too slow."""
         self.injected: Counter[str] = Counter()
-        """Number of times that a recurring fault was injected, by kind of fault."""
+        """Maps each kind of recurring fault to the number of its injections."""
         self.stalled: set[Worker] = set()
         """Workers whose network currently delivers nothing because of a `stall` fault."""
         self.name: Final = name
@@ -326,7 +326,7 @@ class LiveFleet:
     def _unsettled_workers(self) -> list[Worker]:
         """Return the running engines with published batches that the subscriber has not received or that are not confirmed.
 
-        In steps, these are also the engines without batches whose events the subscriber does not follow.
+        A fleet in steps also waits for running engines without batches that the subscriber does not follow yet.
         """
         waiting: list[Worker] = []
         for status in self.follower.statuses:
@@ -367,7 +367,7 @@ class FaultKind:
     network: bool = True
     """Whether the fault needs proxies in front of the engines."""
     needs_time: bool = False
-    """Whether the effect lasts for some real time, which a fleet in steps does not have."""
+    """Whether the effect lasts for a span of real time. A fleet in steps has no real time."""
 
     @property
     def share(self) -> bool:
@@ -489,4 +489,4 @@ KINDS: Final = {
         needs_time=True,
     ),
 }
-"""Each kind of fault by name."""
+"""Maps the name of each fault to its kind."""

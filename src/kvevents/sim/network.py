@@ -107,7 +107,7 @@ class Sockets:
         return bisect_right(self._born[worker], ts) - 1
 
     def subscribers(self, worker: Worker | None = None) -> int:
-        """Return the number of subscribers of a worker, which is up; if None, the smallest number that any worker has."""
+        """Return the number of subscribers of a running worker; if `worker` is None, the smallest number over all workers."""
         publishers = self._publishers.values() if worker is None else [self._publishers[worker]]
         return min(publisher.stats().subscribers for publisher in publishers)
 

@@ -15,7 +15,7 @@ FORMATS: Final = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix or the folder is wrong."""
+    """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix is unknown or the folder missing."""
     try:
         import matplotlib as mpl  # noqa: F401, PLC0415 - matplotlib is optional
     except ImportError as error:

@@ -20,7 +20,7 @@ NULL: Final = 0
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one KV cache group that have contents, by hash."""
+    """Finds the blocks of one KV cache group by the hash of their contents."""
 
     group_index: int
     block_by_hash: dict[int, int] = field(default_factory=dict)

@@ -48,11 +48,11 @@ def format_seconds(seconds: float) -> str:
 
 
 Runs: TypeAlias = Mapping[str, Sequence[PolicyResult]]
-"""Results by policy. A policy has one result for each seed."""
+"""Maps each policy to its results, one for each seed."""
 
 
 def runs_by_policy(results: Sequence[PolicyResult]) -> dict[str, list[PolicyResult]]:
-    """Return the results by policy. Policies and results keep their order."""
+    """Return the results of each policy. Policies and results keep their order."""
     runs: dict[str, list[PolicyResult]] = {}
     for result in results:
         runs.setdefault(result.policy, []).append(result)

@@ -38,9 +38,9 @@ class Sequence:
         self.boundary = 0
         """Number of tokens that full attention found in the cache, if the sliding window found fewer; else 0."""
         self.tables: tuple[list[int], ...] = ()
-        """Blocks by group; `NULL` for blocks that a window does not need."""
+        """Blocks of each group; `NULL` for blocks that a window does not need."""
         self.placed: list[int] = []
-        """By group, the number of leading blocks that were announced as stored."""
+        """For each group, the number of leading blocks that were announced as stored."""
 
     @property
     def remaining(self) -> int:
@@ -63,7 +63,7 @@ _NAME_TOKENS: Final = 4
 
 
 class Drawn(NamedTuple):
-    """A piece of text generated from a number. The same number gives the same token ids; a shorter piece is a prefix."""
+    """A piece of text generated from a number. Equal numbers give equal token ids; of two pieces, the shorter is a prefix."""
 
     number: int
     """A number from 0 to 2**64 - 1."""

@@ -40,11 +40,11 @@ ESTIMATING_POLICIES: Final = ("approximate-tree", "prefix-estimated")
 class ApproximateTree:
     """Chooses the worker that received the longest prefix of the prompt before, as gateways without events do by default.
 
-    The rule comes from SMG 1.13.0 (`policies/cache_aware.rs` of the crate). If the longest prefix is more than
-    `CACHE_THRESHOLD` of the prompt, the least loaded of the workers with this prefix is chosen. Otherwise the least loaded of
-    all workers is chosen. A worker is skipped if its requests exceed both `SPILL_FACTOR` times the mean and the mean plus a
-    margin. The margin is two standard deviations, but at least `LEAST_MARGIN` and at most `SPILL_MARGIN`. SMG asks engines for
-    their load; here a router counts its own requests.
+    The rule comes from SMG 1.13.0 (`policies/cache_aware.rs` of the crate). If the longest prefix is a larger share of the
+    prompt than `CACHE_THRESHOLD`, the least loaded worker with this prefix is chosen. Otherwise the least loaded of all workers
+    is chosen. A worker is skipped if its requests exceed both `SPILL_FACTOR` times the mean and the mean plus a margin. The
+    margin is two standard deviations, but at least `LEAST_MARGIN` and at most `SPILL_MARGIN`. SMG asks engines for their load;
+    here a router counts its own requests.
     """
 
     name = "approximate-tree"
@@ -75,7 +75,7 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         PrefixAware.name: PrefixAware,
     }
 )
-"""Factory of each policy by name, from the simplest policy to the policy that needs events."""
+"""Maps the name of each policy to its factory, from the simplest policy to the policy that needs events."""
 
 
 def needs_events(name: str) -> bool:

@@ -140,7 +140,7 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
     trace: FilePath | None = None
     """Trace with one JSON object per line, in Mooncake's or our own format; compressed if its name ends in .gz."""
     workload: WorkloadName = "trace"
-    """Kind of requests; trace is the packaged sample unless --trace is given."""
+    """Kind of requests; trace reads the file of --trace or, without it, the packaged sample."""
     requests: Positive | None = None
     """Number of requests (default: all of a trace, or 1,000 generated requests)."""
     rate: AboveZero | None = None

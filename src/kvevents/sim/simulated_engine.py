@@ -70,7 +70,7 @@ class Job:
     cached: int | None = None
     """Number of prompt tokens that were found in the cache at the job's first admission; None before that admission."""
     ahead: int = 0
-    """Number of computed tokens of a decoding job's sequence before a step, minus the number of the step."""
+    """Number of computed tokens of a decoding job before a step, minus the step's number; constant, as a step computes one."""
 
     @cached_property
     def sequence(self) -> Sequence:
@@ -118,10 +118,10 @@ class SimulatedEngine:
         """Admitted jobs of which some known tokens are not computed yet."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the number of the step in which they begin or fill a block. An entry begins with the number of the job's
-        admission. If the job was admitted again, the entry is ignored."""
+        """Maps the number of a step to the jobs that begin or fill a block in it. An entry begins with the number of the job's
+        admission, and is ignored if the job was admitted again."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the number of the step in which they produce the last token of their answer. Entries are as in `_due`."""
+        """Maps the number of a step to the jobs whose last token it produces. Entries are as in `_due`."""
         self._number = 0
         """Number of the current step."""
         self._admissions = 0

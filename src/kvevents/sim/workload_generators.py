@@ -2,9 +2,9 @@
 
 Theory of operation. An arrival process gives the times of requests, so the rate is as configured from the first second on. At
 each arrival the session that has been due for longest sends its next turn. If no session is due, a new one begins. After a
-turn, the session is due again when an assumed answer time and a think time have passed. The load is open-loop: a slower fleet
-receives requests at the same rate. So sessions begin as fast as the rate requires. A session's turn can be sent slightly after
-the think time, because it waits for the next arrival.
+turn, the session is due again when an assumed answer time and a think time have passed. The load is open-loop: the rate does
+not depend on how fast the fleet answers. A session's turn can be sent slightly after the think time, because it waits for the
+next arrival.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ ARRIVALS: Final[Mapping[str, Callable[[float, float, Random], float]]] = Mapping
         "bursty": lambda mean, variation, random: random.gammavariate(1 / variation**2, mean / (1 / variation**2)),
     }
 )
-"""Arrival processes by name: functions that draw the seconds to the next arrival, given the mean, the coefficient of variation
-and a random generator. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps with a
-gamma distribution, like vLLM's `--burstiness` (`1 / variation**2`); a coefficient above 1 makes bursts, 1 equals `poisson`."""
+"""Maps each arrival process to a function that draws the seconds to the next arrival from the mean, the coefficient of
+variation and a random generator. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`:
+gaps with a gamma distribution, like vLLM's `--burstiness` (`1 / variation**2`); a coefficient above 1 makes bursts, 1 equals
+`poisson`."""
 
 
 def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> Iterator[float]:
@@ -286,7 +287,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
     helper_turns: MeanTurns = 6.0
     """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
     context: Positive = 128_000
-    """Maximum length of a prompt in tokens; an agent ends before a longer one."""
+    """Maximum length of a prompt in tokens; an agent ends if its next prompt would be longer."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield the sessions of agents (see `Traffic`)."""
@@ -360,7 +361,7 @@ class Chat(Traffic, frozen=True, kw_only=True):
     think: Lengths = Lengths(20, 1.0, 1, 600)
     """Think time: seconds from the end of an answer to the next turn."""
     context: Positive = 32_768
-    """Maximum length of a prompt in tokens; a conversation ends before a longer one."""
+    """Maximum length of a prompt in tokens; a conversation ends if its next prompt would be longer."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield conversations (see `Traffic`)."""

@@ -215,7 +215,7 @@ class RecordedRequests(Iterator[Request]):
             self._ends[request.end] = here
 
     def _continued_part(self, request: _Draft, blocks: int) -> list[array[int]] | None:
-        """Return the prompt or answer of a request if the next chain continues it; None if the chain begins a new request."""
+        """Return the part of a request (prompt or answer) that the next chain continues; None if it begins a new request."""
         idle = self._now - request.last
         if blocks == 1:
             return request.answer if idle <= ANSWER_GAP else None
@@ -229,7 +229,7 @@ class RecordedRequests(Iterator[Request]):
         return request
 
     def _find_path(self, chain: list[_Key]) -> list[_Key] | None:
-        """Return a prompt's blocks from the root on, or None if any is unknown. They become the most recently used blocks."""
+        """Return a prompt's blocks from the root on, or None if any is unknown. The blocks become the most recently used."""
         path: list[_Key] = []
         key: _Key | None = chain[-1]
         while key is not None:

@@ -2,7 +2,7 @@
 
 Mooncake's format has the lengths of prompts and the pieces that the prompts share, but no text. A line is
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
-prompt. An id identifies a piece and all pieces before it; the last piece may be shorter (github.com/kvcache-ai/Mooncake,
+prompt. An id identifies a piece and all pieces before it; the last piece can have fewer tokens (github.com/kvcache-ai/Mooncake,
 FAST'25). Answers are always new text, because a trace does not say whether a later prompt repeats an answer.
 
 The format of kvevents can describe any requests. Each line is a JSON object:
@@ -225,7 +225,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
-    # The functions that read a line, one for each format. A dict key is a JSON key that only lines of the format have.
+    # Maps a JSON key that only lines of one format have to the function that reads a line of that format.
     readers: dict[str, Callable[[bytes, int], Request]] = {
         "hash_ids": partial(mooncake_request, Sessions()),
         "at": plain_request,

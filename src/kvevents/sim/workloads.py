@@ -80,7 +80,7 @@ WorkloadName: TypeAlias = Literal["trace", "chat", "agents", "shared-prompts", "
 WORKLOADS: Final[Mapping[str, type[Trace | Traffic]]] = MappingProxyType(
     {"trace": Trace, "chat": Chat, "agents": Agents, "shared-prompts": SharedPrompts, "llm-d": LlmD}
 )
-"""Workload classes by name; their fields are the settings."""
+"""Maps the name of each workload to its class, whose fields are the settings."""
 
 
 def workload(

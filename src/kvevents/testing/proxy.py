@@ -337,7 +337,7 @@ class FaultProxy(Closeable):
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # A drop rule raised this exception, so close() raises it again. The network has no fault.
+                # This exception comes from a drop rule, not from the network, so close() raises it again.
                 if isinstance(result, Exception) and not isinstance(result, OSError):
                     self._failure = self._failure or result
 

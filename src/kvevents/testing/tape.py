@@ -182,7 +182,7 @@ class TapePlayer(Closeable):
     # --- commands
 
     def play(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> int:
-        """Publish the next `n` batches; if None, this round and `times - 1` further rounds. Return the number of batches.
+        """Publish `n` batches; if None, the rest of this round and `times - 1` further rounds. Return the number of batches.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
         possible. If the tape is stopped or closed during the call, the call ends early. Raise `UsageError` for a stopped tape.
@@ -220,7 +220,7 @@ class TapePlayer(Closeable):
     # --- waiting
 
     def wait_for_subscriber(self, timeout: float, count: int = 1) -> bool:
-        """Wait for `count` subscriptions, which miss no later batch. Return False if `timeout` seconds pass first.
+        """Wait for `count` subscriptions, which then receive every later batch. Return False if `timeout` seconds pass first.
 
         After a restart a SUB socket subscribes again only when its application polls or reads it, because libzmq subscribes in
         the application's thread.

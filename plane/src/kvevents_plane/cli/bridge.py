@@ -183,7 +183,7 @@ class BridgeProcess:
         return list(families("kvevents_bridge_", _METRICS, self))
 
     def count_trusts(self) -> Counter[str]:
-        """Return the number of followed streams for each trust state, by the name of the state."""
+        """Map the name of each trust state to the number of followed streams in that state."""
         return Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
 
     def faults(self) -> list[str]:
@@ -249,13 +249,13 @@ class BridgeSubscriptions:
 
     def __init__(self, bridge: Bridge, curve: Curve | None) -> None:
         self.labels: dict[Key, str] = {}
-        """The name of the registered engine, by the key of its stream in the log."""
+        """Maps the key of each followed stream to the name of its engine."""
         self.follow_errors: dict[Key, str] = {}
         """Empty, because a bridge refuses no engine; `RegistrationTarget` requires this member."""
         self.adapters: frozenset[Scope] = frozenset()
         self.unready_sources: Mapping[str, str] = {}
         self.is_discovery_complete = False
-        """Not read by a bridge, like the two settings above; `RegistrationTarget` requires these members for queries."""
+        """A bridge reads none of these three members; `RegistrationTarget` requires them for queries."""
         self._bridge: Final = bridge
         self._curve: Final = curve
 

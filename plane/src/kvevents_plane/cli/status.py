@@ -87,7 +87,7 @@ def _print(console: Console, view: PlaneView) -> None:
 
 
 def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
-    """Print the newest snapshot of each partition. If any partition has one, print also the partitions without a snapshot."""
+    """Print the newest snapshot of each partition. If at least one exists, name the partitions without a snapshot."""
     newest: dict[int, SnapshotInfo] = {}
     for snapshot in view.snapshots:
         newest.setdefault(snapshot.partition, snapshot)

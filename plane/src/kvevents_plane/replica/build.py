@@ -69,7 +69,7 @@ class IndexBuild:
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.missing: Final = dict[int, int]()
-        """By partition, the first page after missing pages that no readable snapshot contains."""
+        """Maps each partition with missing pages that no readable snapshot contains to the first page after these."""
         self.rereads = 0
         """Number of times that the reading of a partition began again because it could not continue."""
         self.rebuild_reason = ""
@@ -84,15 +84,15 @@ class IndexBuild:
         self._tasks: Final = dict[int, asyncio.Task[None]]()
         self._readers: Final = dict[int, PartitionReader]()
         self._faults: Final = dict[int, str]()
-        """Why the reading of a partition cannot begin, by partition."""
+        """Maps each partition whose reading cannot begin to the reason."""
         self._blocked_since: Final = dict[int, float]()
-        """Time since which a partition has had a fault and has not been complete."""
+        """Maps each incomplete partition with a fault to the time since which this has been so."""
         self._first_pages: Final = dict[int, int]()
-        """First page after a hole (`PartitionReader`), by partition."""
+        """Maps each partition with a hole (`PartitionReader`) to the first page after the hole."""
         self._known_snapshots: Final = dict[int, set[str]]()
-        """Names of the snapshots that existed when the reading of a partition began, by partition."""
+        """Maps each partition to the names of the snapshots that existed when its reading began."""
         self._unreadable: dict[int, dict[str, str]] = {}
-        """By partition and snapshot name, why a snapshot could not be read. Reading began with an older snapshot."""
+        """Maps each partition to its unreadable snapshots, by name, with the reason. Reading began with an older snapshot."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -104,7 +104,7 @@ class IndexBuild:
         await asyncio.to_thread(self.follower.stop)
 
     def on_connected(self) -> None:
-        """Request a check of all partitions, because the servers may have lost pages."""
+        """Request a check of all partitions, because the servers might have lost pages."""
         for reader in self._readers.values():
             reader.request_check()
 
@@ -131,7 +131,7 @@ class IndexBuild:
 
     @property
     def is_usable(self) -> bool:
-        """Whether queries can be answered: a partition was read to its end, and each incomplete one has long had a fault."""
+        """Whether queries can be answered: a partition is complete, and all others have had faults for `BLOCKED_SECONDS`."""
         limit = time.monotonic() - BLOCKED_SECONDS
         others = set(range(self._layout.partitions)) - self.complete
         return bool(self.complete) and all(self._blocked_since.get(partition, limit) < limit for partition in others)
@@ -315,7 +315,7 @@ class IndexBuild:
     # --- snapshots
 
     def snapshot_ages(self) -> dict[int, float]:
-        """Return the number of seconds since this process found a partition's newest snapshot, by partition."""
+        """Return, for each partition, the number of seconds since this process found the newest snapshot."""
         ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
         return {partition: age for partition, age in ages.items() if age is not None}
 
@@ -363,7 +363,7 @@ CHECKS_PER_INTERVAL: Final = 50
 MAX_CHECK_SECONDS: Final = 0.5
 """Maximum number of seconds between two checks for due snapshots."""
 MISSED_TURN_SECONDS: Final = 2.0
-"""Before a replica writes a snapshot with pages that others miss, it waits this many seconds for each earlier replica."""
+"""If others lack pages, a replica writes a snapshot this many seconds later for each replica before it in the order."""
 
 
 class Snapshotter:
@@ -371,10 +371,10 @@ class Snapshotter:
 
     The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives all replicas the
     same order without any message. The first replica writes the partition's snapshots. Every further replica waits one interval
-    longer than its predecessor, which may be alive but unable to write. Two replicas that know different names can both write.
-    In this case, the second replica finds that the list of snapshots has changed, and discards its own snapshot.
+    longer than its predecessor, which might be alive but unable to write. Two replicas that know different names can both
+    write. In this case, the second replica finds that the list of snapshots has changed, and discards its own snapshot.
 
-    If another replica misses pages that this replica has, a snapshot is due at once.
+    If another replica lacks pages that this replica has, a snapshot is due at once.
     """
 
     def __init__(self, name: str, consistency: ConsistencyCheck, seconds: float) -> None:
@@ -409,12 +409,12 @@ class Snapshotter:
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
-                # While digests differ, this replica's index may be wrong, so the replica writes no snapshot.
+                # While digests differ, this replica's index might be wrong, so the replica writes no snapshot.
                 if self._consistency.differs_since is None and partition in build.complete:
                     await self._write_if_due(partition, snapshots, build)
 
     def _is_missed(self, partition: int, build: IndexBuild) -> bool:
-        """Return whether another replica misses pages of a partition that this replica has and no known snapshot contains."""
+        """Return whether another replica lacks pages of a partition that this replica has but no known snapshot contains."""
         newest = build.newest.get(partition)
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 

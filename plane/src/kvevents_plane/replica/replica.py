@@ -43,7 +43,7 @@ CHECK_SECONDS: Final = 0.05
 
 
 class Replica:
-    """Keeps a fleet's index equal to the log while `run` runs. Cancel `run` to stop. Use the other members at any time."""
+    """Keeps a fleet's index equal to the log while `run` runs. Cancel `run` to stop. All other members work at any time."""
 
     has_found_engines = True
     registration_advice = "register the engine with the bridges of the plane that this replica reads"
