@@ -85,7 +85,7 @@ def _always_sent() -> None:
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The events of one scheduler step: on the wire the array `[ts, events, data_parallel_rank]`.
 
-    `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, including users' own events.
+    `ts` is in seconds since the epoch. `events` can hold any type that msgspec can encode, including users' own events.
     """
 
     ts: float
@@ -100,7 +100,7 @@ def _make_hashable(value: Any) -> Any:
     value = value if isinstance(value, Hashable) else tuple(value)
     try:
         hash(value)
-    except TypeError:  # extra keys may contain lists
+    except TypeError:  # extra keys can contain lists
         return tuple(map(_make_hashable, value))
     return value
 
@@ -149,7 +149,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class BlockStored(KVCacheEvent):
     """Blocks became resident on a medium, in the order of the prefix they belong to.
 
-    `token_ids` are the tokens of all blocks. The number of tokens may differ from `len(block_hashes) * block_size`: masked
+    `token_ids` are the tokens of all blocks. The number of tokens can differ from `len(block_hashes) * block_size`: masked
     groups announce fewer hashes than blocks, and offload events have no tokens.
     """
 
@@ -175,7 +175,7 @@ class BlockStored(KVCacheEvent):
     ownership: str | None = None
     """Name of a secondary offloading tier."""
     session_id: str | None = None
-    """Session whose request caused the event; other sessions may share the blocks."""
+    """Session whose request caused the event; other sessions can share the blocks."""
     lookahead_token_ids: list[list[int]] | None = None
     """For each block, the tokens after it that its hash also covers (vLLM 0.33)."""
     cache_salt: str | None = None

@@ -1,6 +1,6 @@
 """Parses configuration values as the engines' pydantic models do in lax mode.
 
-A text field accepts only a string. A number or a flag may be written in several ways.
+A text field accepts only a string. A number or a flag can be written in several ways.
 """
 
 from __future__ import annotations

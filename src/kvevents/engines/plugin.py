@@ -7,8 +7,8 @@ The publisher (`engine_publisher`) sends the digest of the engine's own prefix c
 the digest. A plugin updates the digest with the cache: it adds the term of each block that enters and subtracts the term of
 each block that leaves. So reading the digest costs nothing. Consumers compare the digest with the blocks that they hold.
 
-If keys are configured, nothing is published unencrypted. If the settings cannot be used or the publisher of kvevents cannot be
-created, the engine gets its null publisher if keys are configured, because the engine's own event publisher cannot encrypt.
+If keys are configured, nothing is published unencrypted: if the settings cannot be used or the publisher of kvevents cannot be
+created, the engine gets its null publisher, because the engine's own event publisher cannot encrypt.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ ESTIMATE_TEXTS: Final = {
 }
 """Explanation of each value of `WorkerInfo.estimate`."""
 _LOOKUP_ESTIMATES: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
-"""Estimates whose cause is the lookup rule of a model. The engine's events are complete, so the stream may be EXACT."""
+"""Estimates whose cause is the lookup rule of a model. The engine's events are complete, so the stream can be EXACT."""
 
 
 def describe_estimate(code: str, count: int) -> str:

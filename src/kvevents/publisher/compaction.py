@@ -4,7 +4,7 @@
 dialect. `DigestTracker` computes the digest that heartbeats carry.
 
 A snapshot that is larger than one payload has several parts. A consumer needs all parts, consecutively. But the parts have the
-numbers of earlier live batches, and a consumer may hold these batches instead. So each part ends with a heartbeat whose digest
+numbers of earlier live batches, and a consumer can hold these batches instead. So each part ends with a heartbeat whose digest
 covers all parts up to and including this part, and only the heartbeat of the last part has the trust EXACT. A consumer that
 misses a part sees a wrong digest.
 """
@@ -46,7 +46,7 @@ class Compactor:
     """Takes the payloads of one stream, oldest first, and stores only blocks that are still live.
 
     `payloads` returns the state as stores that rebuild every chain after a clear. A consumer that applies these stores has the
-    same state as one that has received every batch, except that it may count more copies as uncertain. If the kind of a group
+    same state as one that has received every batch, except that it can count more copies as uncertain. If the kind of a group
     is unknown, its blocks are stored without tokens. Stores whose number of tokens does not fit their number of hashes are
     ignored. If payloads state several ranks, each rank has its own state, as in an index.
     """

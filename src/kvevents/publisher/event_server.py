@@ -60,7 +60,7 @@ class EventSocket:
         """Bind the socket if `is_bound`; connect it if not. `affinity` selects the I/O threads. Raises `EndpointError`."""
         self.subscriptions = 0
         """Number of subscriptions as of the last `poll`; a consumer with two topics counts twice."""
-        # Subscribers see no difference from PUB; XPUB also reports their subscriptions to us.
+        # Subscribers see no difference from PUB; XPUB also reports their subscriptions to the publisher.
         with open_socket(context, zmq.XPUB, security, endpoint) as socket:
             socket.sndhwm, socket.rcvhwm = hwm, _MAX_PIPE_SUBSCRIPTIONS
             socket.affinity = affinity

@@ -4,7 +4,7 @@ Theory of operation. Batches that leave the buffer are compacted. If a consumer 
 it gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
 
 - If no number was skipped, the snapshot ends with the number of the last batch that it contains. A snapshot larger than one
-  payload has several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the
+  payload has several parts (see `compaction`). A consumer must receive all parts or none, but it can hold live batches of the
   same numbers. So only a request that starts before the first part gets the snapshot, and the numbers of two snapshots never
   overlap. Until enough batches were evicted for a new snapshot, the previous snapshot is sent, followed by the batches that
   were evicted after it was built.
@@ -117,10 +117,10 @@ class _SnapshotInput(NamedTuple):
 
 
 class ReplayBuffer:
-    """The last `steps` published batches, in order. Numbers rise but may have gaps.
+    """The last `steps` published batches, in order. Numbers rise but can have gaps.
 
     With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores of the live blocks. `encode` encodes
-    the snapshot. Batches are then evicted in groups: the buffer may exceed `steps` by less than `settings.group_size`, and by
+    the snapshot. Batches are then evicted in groups: the buffer can exceed `steps` by less than `settings.group_size`, and by
     at most `steps / settings.min_groups`. If the batches have more than `settings.max_bytes`, fewer than `steps` are held.
 
     One thread calls `extend` and one thread calls `batches_from`; all other methods may be called from any thread.

@@ -161,7 +161,7 @@ class ReplayServer:
         self._topic = topic
         self._settings = settings
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
-        # A consumer in this process may leave messages unread, because only its own process pays for their memory.
+        # A consumer in this process is not limited, because its unread messages use memory of its own process only.
         self._counts_in_flight = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
         self._sessions: dict[bytes, ReplySession] = {}
         self._in_flight = InFlightFrames(settings)

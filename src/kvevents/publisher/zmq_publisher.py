@@ -454,8 +454,8 @@ class ZmqEventPublisher(QueuedPublisher):
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
         """Stop accepting batches, send queued batches, finish replies in progress, and close, all within `timeout` seconds.
 
-        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread may take a tenth of a second longer, and the termination of
-        ZeroMQ's context may take `PublisherSettings.term_timeout` longer. The method can be called repeatedly and from several
+        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread can take a tenth of a second longer, and the termination of
+        ZeroMQ's context can take `PublisherSettings.term_timeout` longer. The method can be called repeatedly and from several
         threads; all calls return the same report. If a call was interrupted, for example by Ctrl-C, the next call completes the
         shutdown. The report and one logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
         """

@@ -105,8 +105,8 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 class Deliverer:
     """Puts the batches of a stream in order and delivers them. The class does not use connections or requests.
 
-    The deliverer also records the evidence for trust: fingerprints of the publisher, which replayed batches the live batches
-    confirm, heartbeats, and degraded reasons.
+    The deliverer also records the evidence for trust: fingerprints of the publisher, matches of replayed and live batches,
+    heartbeats, and degraded reasons.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:

@@ -1,6 +1,6 @@
 """Identifies the incarnation that batches belong to: fingerprints, the cross-check of replay with live batches, and quarantine.
 
-A number and its payload together identify an incarnation of a publisher. Two incarnations may have equal batches up to some
+A number and its payload together identify an incarnation of a publisher. Two incarnations can have equal batches up to some
 number, or between two numbers. So after a reconnect, replay must repeat the fingerprints of the first and the newest batch of
 each connection since the publisher was last verified (`FingerprintChain`), and of each batch in quarantine (`Quarantine`).
 
@@ -104,7 +104,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint. An answer that repeats this fingerprint may belong to the chain's incarnation."""
+        """The oldest fingerprint. An answer that repeats this fingerprint can belong to the chain's incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property

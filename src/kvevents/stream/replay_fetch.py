@@ -148,7 +148,7 @@ class RequestPacer:
         """Whether a request waits for its turn."""
 
     def take(self, now: float) -> bool:
-        """Return whether a request may be sent now, and use up its interval.
+        """Return whether a request is allowed now, and use up its interval.
 
         Unused intervals are saved for later requests, but not more than `max_request_burst`.
         """

@@ -19,7 +19,7 @@ class PendingBytes:
         self._limit = limit
 
     def has_room(self, size: int) -> bool:
-        """Whether one more batch of this size may wait."""
+        """Whether the limit allows one more waiting batch of this size."""
         return self.bytes_used + size <= self._limit
 
 
@@ -116,7 +116,7 @@ class Order(enum.Enum):
     NEXT = enum.auto()
     """The next number to deliver."""
     AHEAD = enum.auto()
-    """An earlier batch is missing, or a part of a snapshot may still replace the batch."""
+    """An earlier batch is missing, or a part of a snapshot can still replace the batch."""
     KNOWN = enum.auto()
     """Replay has delivered this number already."""
     REGRESSED = enum.auto()
@@ -130,7 +130,7 @@ class SnapshotParts:
 
     def __init__(self) -> None:
         self.last = -1
-        """The newest delivered part if the answer may contain a next part, else -1."""
+        """The newest delivered part if the answer can contain a next part, else -1."""
         self.stopped_at = -1
         """The part after which an answer stopped."""
         self.last_not_final = -1
@@ -194,7 +194,7 @@ class Sequencer:
             del self.replayed_digests[next(iter(self.replayed_digests))]
 
     def pop_next(self) -> EarlyBatch | None:
-        """Remove and return the early batch that is next in order, unless the next part of a snapshot may replace it."""
+        """Remove and return the early batch that is next in order, unless the next part of a snapshot can replace it."""
         return None if self.parts.last >= 0 else self.early.pop(self.next_seq)
 
     def pop_live_run(self) -> list[bytes]:

@@ -10,8 +10,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of one stream. When a limit is reached, a counter shows it, and trust drops if batches may be missing."""
 
     max_pending_batches: Positive = 65_536
-    """Maximum number of batches that wait for a missing batch; further batches are replayed later. Engines' replay buffers have
-    10,000 batches."""
+    """Maximum number of batches that wait for a missing batch; further batches are dropped, and replayed later. Engines' replay
+    buffers have 10,000 batches."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Maximum number of bytes of the batches that wait for a missing batch."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024
@@ -46,8 +46,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Maximum number of replayed batches whose digests are stored, to compare these batches with live batches that have equal
     numbers. If an older batch arrives live, it is requested from replay again."""
     max_missed_heartbeats: Annotated[float, Range(is_open=True)] = 3.0
-    """Number of heartbeat intervals without any message after which a publisher counts as silent; one heartbeat may be lost and
-    the next heartbeat late."""
+    """Number of heartbeat intervals without any message after which a publisher counts as silent; 3 tolerates a lost heartbeat
+    followed by a late one."""
     max_unread: Seconds = 10.0
     """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. The limit is lower if
     the publisher has promised heartbeats."""

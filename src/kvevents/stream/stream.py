@@ -192,8 +192,8 @@ class Stream:
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
         """Process a consumer's report about a delivered batch; for a `Batch`, only comparisons and estimates are used.
 
-        Reports may come late and in any order. A clear or a matching digest ends only the degraded reasons that began before
-        its batch. Take the deliveries after this call, because they may begin with a `Reset`.
+        Late reports are accepted, in any order. A clear or a matching digest ends only the degraded reasons that began before
+        its batch. Take the deliveries after this call, because they can begin with a `Reset`.
         """
         self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED_STATES)
 

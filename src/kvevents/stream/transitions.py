@@ -7,7 +7,7 @@ A publisher numbers its batches from 0 in each incarnation. Live frames of one c
 missing. Replay replies contain the batches that the publisher still holds; they arrive in order, but replies can be missing.
 Neither live frames nor replies identify an incarnation. So there are four separate questions:
 
-- **Order** (`sequencer`). Only the next number may be delivered. Batches that arrive early wait in a reorder buffer.
+- **Order** (`sequencer`). Only the batch with the next number is delivered. Batches that arrive early wait in a reorder buffer.
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
   the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
   frames stay in quarantine until replay has repeated the whole fingerprint chain.
@@ -27,7 +27,7 @@ and the first connection counts as a reconnect. All live frames belong to the ne
 restored number shows a restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and stores of all live blocks, under the number of the
-last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a clear.
+last batch that it replaces. So one number can have two payloads in one incarnation if the replayed payload begins with a clear.
 Both payloads are correct; if an earlier batch is missing, only the snapshot is correct. An answer that begins with a snapshot
 ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch.
 Early batches with lower numbers are then dropped, because the snapshot contains them.
@@ -46,7 +46,7 @@ How the table works
 
 `Stream` classifies every event as an `Input`, and `AnswerReader` classifies the messages of replay. `TRANSITIONS[state][input]`
 has the next state and the action that `Stream` then takes. Classification depends on data (numbers, payloads, counts), never on
-the state, which matters only in this table. An action may cause a further input: if replay is not available, FETCH_MISSING
+the state, which matters only in this table. An action can cause a further input: if replay is not available, FETCH_MISSING
 fails at once. An input that a state does not list cannot happen in that state; `Stream` raises `KeyError` for such an input.
 """
 

@@ -87,8 +87,8 @@ class Trust(Struct, frozen=True, eq=False):
     DEGRADED: ClassVar[Trust]
     """Batches are delivered, but the state might be inexact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """The delivered state may be outdated: the connection was lost, a restarted process has not connected yet, or the publisher
-    has missed its heartbeats or reports that it is STALE."""
+    """The delivered state might be outdated: the connection was lost, a restarted process has not connected yet, or the
+    publisher has missed its heartbeats or reports that it is STALE."""
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
@@ -150,9 +150,9 @@ MAX_MARKS: Final = 64
 class _Marks:
     """The marks of one degraded reason: for each cause of the reason, the number of the last batch that it affects.
 
-    A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
+    A slow consumer can report about a batch after hundreds of later causes, so marks are stored separately. If there are more
     than `max_marks`, every number between the first mark and the oldest stored mark counts as affected. So a digest mismatch
-    without a known cause may count as explained, but a mismatch with a known cause always counts as explained.
+    without a known cause can count as explained, but a mismatch with a known cause always counts as explained.
     """
 
     __slots__ = ("_first_dropped", "_max_marks", "_newest")

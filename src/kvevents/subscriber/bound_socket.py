@@ -186,7 +186,7 @@ class BoundSocket:
         """Receive up to `limit` messages, for all sources. Return True if there may be more to read."""
         events = self._read_monitor() if self._stalls.is_stalled else []
         if any(event == _DISCONNECTED for event, _ in events):
-            # As in `LiveSocket`: libzmq 4.3.5 may abort the process when it reads a full socket whose peer has timed out.
+            # As in `LiveSocket`: libzmq 4.3.5 can abort the process when it reads a full socket whose peer has timed out.
             self._replace_socket()
             return True
         is_drained = self._receive(limit)

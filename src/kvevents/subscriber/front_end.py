@@ -194,7 +194,7 @@ class FrontEnd(Generic[BatchT]):
         Call `report` at most once for each batch, at any time after its delivery. If there is a `sink`, `receive` does so.
         The report does not end degraded reasons that are newer than the batch. In a report about a `Batch`, all findings except
         comparisons and estimates are ignored, because the subscriber itself has decoded the batch. If a digest does not match,
-        the next delivery may be a `Reset`. A report about a `Reset`, a `Gap` or a source that was removed is ignored.
+        the next delivery can be a `Reset`. A report about a `Reset`, a `Gap` or a source that was removed is ignored.
         """
         if report is not None:
             with self._lock:

@@ -44,7 +44,7 @@ MESSAGES_PER_READ: Final = 256
 MAX_READY: Final = 4_096
 """Number of deliveries after which a run ends, even if streams have more to read, so that other tasks can run."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
-"""Maximum number of concurrent replays in a process. A replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
+"""Maximum number of concurrent replays in a process. Replay buffers can have 100 MB, and a fleet can reconnect at once."""
 
 
 OnFound: TypeAlias = Callable[[Source], Source | None]

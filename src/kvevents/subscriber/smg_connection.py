@@ -2,7 +2,7 @@
 
 Theory of operation. The native client (`native/smg`) calls the worker, begins each call with the first batch, and numbers the
 batches of a call as a publisher does: numbers of lost batches are missing. The batches of a call are stored here, and
-answer the stream's requests for replay. Two calls may reach different engines, so each call is a separate incarnation.
+answer the stream's requests for replay. Two calls can reach different engines, so each call is a separate incarnation.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
 
         With the default `trust`, all streams catch up as far as possible. Unproven streams (`Trust.unproven`) count as EXACT,
         because an idle engine sends no live batch that could confirm replay. Raise `TrustTimeoutError` after `timeout` seconds.
-        After another exception, deliveries that no sink has applied are delivered again, after a `Reset`.
+        After any other exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
         with self._redeliver_on_error() as deliveries:

@@ -33,7 +33,7 @@ class ReplayBatch(NamedTuple):
 
 
 class ReplayEnd(NamedTuple):
-    """The end marker of a replay reply. The reply may still be incomplete: batches before the marker may have been dropped."""
+    """The end marker of a replay reply. The reply can still be incomplete: batches before the marker may have been dropped."""
 
 
 class ReplayRequest(NamedTuple):
