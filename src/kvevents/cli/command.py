@@ -44,8 +44,8 @@ class CommandLineError(UsageError):
 class Command(Struct, frozen=True):
     """One command of the program.
 
-    The program imports the module of only the chosen command. So other commands need neither the time nor the optional packages
-    of this import. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
+    The program imports only the module of the chosen command. So the other commands need neither the time nor the optional
+    packages of this import. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
     """
 
     name: str

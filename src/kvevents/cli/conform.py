@@ -91,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play scenarios. Return FAILED after a wrong or missing answer without a report, or after too many needless reports."""
+    """Play scenarios. Return FAILED for wrong or missing answers without a report, or for too many needless reports."""
     console = Console()
     scenarios = _choose_scenarios(args)
     if args.list:
@@ -128,7 +128,7 @@ def run(args: Namespace) -> int:
 
 
 def _play_functions(scenarios: Iterable[steps.AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
-    """Return a function that plays the scenario, for each scenario that the driver can play."""
+    """Return one function for each scenario that the driver can play; the function plays it."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, steps.PublisherScenario)]
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, steps.Scenario)]

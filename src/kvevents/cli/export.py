@@ -35,9 +35,9 @@ _COUNT_NOTES: Final = {
     "unknown_removals": ("removal", "{} of blocks that were not resident"),
     "dropped": ("block", "{} counted as removed: more were resident than fit into memory"),
 }
-"""By the name of a count: the noun that it counts, and the note that is printed unless the count is 0."""
+"""Maps the name of each count to the noun that it counts, and to the note that is printed unless the count is 0."""
 _NORMAL_COUNTS: Final = frozenset({"compacted", "unknown_removals"})
-"""Names of counts that are above 0 without a fault if the recording began later than the engine."""
+"""Names of counts that may be above 0: this is no fault if the recording began later than the engine."""
 
 
 def run(args: Namespace) -> int:

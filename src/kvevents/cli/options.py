@@ -24,7 +24,7 @@ CURVE_FLAGS: Final = {
     "curve.server_key": "--curve-server-key",
     "curve.allowed": "--curve-allow",
 }
-"""Names of options by CURVE settings, for commands with a file of settings; `add_curve` declares the same names."""
+"""Maps each CURVE setting to the name of its option, for commands with a settings file; `add_curve` uses the same names."""
 
 
 def check_directory(file: Path) -> None:

@@ -24,7 +24,7 @@ _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_
 
 
 def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
-    """Declare the format of the results. `further` are formats of this command; `record` says what one JSON object contains."""
+    """Declare the format of the results. `further`: more formats of this command; `record`: what one JSON object contains."""
     text = f"table, wide (more columns, if there are any), json or yaml: {record}{''.join(f'; or {each}' for each in further)}"
     formats = (*FORMATS, *further)
     parser.add_argument("-o", "--output", choices=formats, default="table", metavar="FORMAT", help=f"{text} (default: table)")

@@ -39,7 +39,7 @@ EXAMPLES: Final = """\
 """
 
 HINT_DELAY_SECONDS: Final = 5.0
-"""Seconds without a first connection to an upstream after which the relay logs a hint with a common reason."""
+"""Seconds after which the relay logs a hint with a common reason if an upstream has never connected."""
 
 log = logging.getLogger("kvevents.relay")
 

@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 
 
 class MissingPlaneOption(Action):
-    """An option for replicas if kvevents-plane is not installed: using it raises `MissingDependencyError`."""
+    """The action of `--nats` if kvevents-plane is not installed: raises `MissingDependencyError`."""
 
     def __call__(self, *_: Any) -> NoReturn:
         raise MissingDependencyError("--nats starts a replica of a plane, which needs kvevents-plane", "plane")

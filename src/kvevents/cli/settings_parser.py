@@ -56,7 +56,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _TEXT_READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
-"""Matches a variable, without its prefix, that Kubernetes sets in pods for a Service whose name begins like the prefix."""
+"""Matches a variable that Kubernetes sets in pods for a Service, from the end of the command's prefix on."""
 
 
 class Setting:
@@ -136,8 +136,8 @@ class Setting:
 class SettingsParser(Generic[T]):
     """Declares and reads the settings of one command, which are the fields of the struct `kind`.
 
-    A field's annotation can name its option. By the paths of settings, `flags` has other names of options, `defaults` has other
-    default values, and `hints` has ends of the errors about missing settings. `tables` has prefixes of options by table. The
+    A field's annotation can name its option. `flags` maps paths of settings to other names of options, `defaults` to other
+    default values, and `hints` to the ends of errors about missing settings. `tables` maps tables to prefixes of options. The
     command does not have the settings in `excluded_paths`. `file_table` is the table of the file that contains the settings;
     None for the top of the file.
     """
@@ -274,7 +274,7 @@ class SettingsValues(Generic[T]):
             known = table.get(name, [])
             if not self._parser.settings[path].is_appended:
                 table[name] = value
-            elif isinstance(known, list):  # If the file has another type here, `settings` reports it.
+            elif isinstance(known, list):  # If the file's value is no list, `settings` raises the error.
                 table[name] = [*known, *value]
             self._origins[path] = origin
 
@@ -339,7 +339,7 @@ def _help_text(kind: type, name: str) -> str:
 
 @cache
 def _docstrings_of(module: str) -> dict[tuple[str, str], str]:
-    """Return the docstrings below fields, by class and field; empty if the source file does not exist."""
+    """Map class and field to the docstring below the field; empty if the source file does not exist."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):
@@ -363,7 +363,7 @@ LOGIN_SETTINGS: Final = tuple(
 )
 """Paths of the settings for the login at a plane's NATS servers."""
 SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
-"""Names of options that are equal in all commands, by the paths of the settings."""
+"""Maps paths of settings to their options, for the options that have the same name in all commands."""
 
 
 def worker_source(text: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def run_policies(
             results.append(_simulate(settings, policy, seed))
             on_result(results[-1])
         return results
-    resource_tracker.ensure_running()  # Before Python 3.12, its start unblocks the signals that `_block_interrupts` blocks.
+    resource_tracker.ensure_running()  # Before Python 3.12, starting it later would unblock SIGINT.
     # Unlike a forked process, a spawned process does not inherit threads and locks.
     with ProcessPoolExecutor(min(jobs, len(planned)), get_context("spawn")) as pool:
         try:
@@ -98,7 +98,7 @@ def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyRes
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes started in this context. A terminal sends SIGINT to all, but only this process may react."""
+    """Block SIGINT in processes started in this context. Ctrl-C signals all of them, but only this one must react."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
     add_output(parser, "one object at the end")
-    add_simulation(parser, excluded_paths=("event_delay",))  # Real sockets have a delay of their own.
+    add_simulation(parser, excluded_paths=("event_delay",))  # Real sockets already delay events.
 
 
 def run(args: Namespace) -> int:

@@ -30,7 +30,7 @@ def endpoint(text: str) -> str:
 
 
 def endpoints(text: str) -> str:
-    """Return `ENDPOINT[,REPLAY]` with complete ZeroMQ endpoints; in the text, REPLAY can be only a port."""
+    """Return `ENDPOINT[,REPLAY]` with complete ZeroMQ endpoints; in `text`, REPLAY can be a port alone."""
     live, comma, replay = text.partition(",")
     live = endpoint(live)
     return f"{live},{endpoint(complete_replay(live, replay))}" if comma else live

@@ -119,7 +119,7 @@ def match_many(request: schemas.MatchManyRequest) -> Call[schemas.MatchManyAnswe
 
 
 def select(request: schemas.SelectRequest) -> Call[schemas.Selection]:
-    """Return the call that asks which worker should take a prompt. A reservation without an `id` gets one, for retries."""
+    """Return the call that asks which worker should take a prompt. Add an `id` to a reservation without one, for retries."""
     if request.reserve is True or (isinstance(request.reserve, schemas.Reserve) and request.reserve.id is None):
         request = with_reservation_name(request)
     return post("/v1/select", request, schemas.Selection, is_repeatable=isinstance(request.reserve, schemas.Reserve))

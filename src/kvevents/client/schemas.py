@@ -104,7 +104,7 @@ SCOPE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "lora": ("lora_name", "lora"),
     "salt": ("cache_salt", "salt", "additionalsalt", "additional_salt"),
 }
-"""The names of each scope field in all APIs, by its name in `/v1`."""
+"""Maps the `/v1` name of each scope field to its names in all APIs."""
 
 
 @build_decoder_now
@@ -172,7 +172,7 @@ class WorkerMatch(Worker, frozen=True, kw_only=True):
     """Number of tokens of the longest prefix that the worker holds, on any tiers."""
     certain: int
     """How many of `tokens` the worker certainly holds. Blocks are uncertain if they might be gone, belong to former weights of
-    a LoRA, or are only expected; `trust` then is not EXACT and has the code `uncertain-copies`."""
+    a LoRA, or are speculative entries; `trust` then is not EXACT and has the code `uncertain-copies`."""
     tiers: dict[str, int]
     """Cumulative number of tokens by tier. For example, `cpu` counts a prefix that is partly on the GPU, partly on the CPU."""
     trust: TrustStatus
@@ -198,7 +198,7 @@ class MatchManyAnswer(Struct, frozen=True, kw_only=True):
 
     matches: list[PromptMatch]
     workers: list[WorkerTrust]
-    """All workers that may hold prefixes of the prompts. Workers that are not in a prompt's `holders` hold nothing of it."""
+    """All workers of the scope. A worker that is not in a prompt's `holders` holds nothing of the prompt."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,15 +227,15 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     candidates: list[Candidate] | None = None
     """The workers to choose from; default: all workers of the model."""
     tiers: dict[Tier, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
-    """Value of a cached token by tier; 1 is the cost of computing the token. The key `other` is for unknown media, which have
-    the lowest of all weights."""
+    """Maps a tier to the value of a cached token; 1 is the cost of computing the token. The key `other` is for unknown media,
+    which have the lowest of all weights."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
     """Weight of a token of work that waits at the worker; 1 is the weight of a token of the prompt that the worker must
     compute. Each request counts as 256 tokens of work. The decision record 0008 explains the defaults."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
     """Cost of a load that equals the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
-    """Factor for the match of a worker, by its trust state."""
+    """Maps a trust state to the factor for matches of workers in this state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
     """How to choose between candidates with equal scores."""
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
@@ -441,7 +441,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     fault: str | None
     """Fault of an endpoint, such as a name that does not resolve or a wrong socket type; null without a fault."""
     incarnation: int
-    """Number of the publisher's current incarnation, to which gaps refer. Only a change of the number has a meaning."""
+    """Number of the publisher's current incarnation, to which gaps refer. Only its changes have a meaning, not its value."""
     last_seq: int
     """Sequence number of the newest batch; -1 before the first batch."""
     last_event: float | None
@@ -449,7 +449,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     lag_seconds: float | None
     """Delay of the newest live batch: arrival time minus the publisher's timestamp; null before the first live batch."""
     waiting: int
-    """Number of batches that wait for an earlier batch."""
+    """Number of batches that have arrived and wait for a missing batch with a lower sequence number."""
     blocks: int
     tiers: dict[str, int]
     """Number of blocks by tier."""
@@ -460,7 +460,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     orphans: int
     """Number of blocks that wait for their parent."""
     uncertain: int
-    """Number of blocks that might be gone, because the engine announced each more often than it announced the removal."""
+    """Number of blocks that might be gone, because the engine announced more stores than removals of each."""
     block_sizes: list[int]
     """Numbers of tokens per block that the events have shown."""
     declared_block_size: int | None
@@ -608,7 +608,7 @@ class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """An engine's rank to follow. Dynamo's API calls the model `model_name`, Mooncake's API `modelname`."""
+    """A request to follow a rank of an engine. Dynamo's API calls the model `model_name`, Mooncake's API `modelname`."""
 
     instance_id: EngineId
     endpoint: str = ""
@@ -628,7 +628,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[int, Meta(ge=1, le=7 * 86_400)] | None = None
     """Seconds until the rank is unregistered, unless it is registered again. The original APIs do not have this field."""
     url: str | None = None
-    """URL at which the engine takes requests, which answers return. The original APIs do not have this field."""
+    """URL at which the engine takes requests; answers return it. The original APIs do not have this field."""
     labels: Annotated[dict[str, str], Meta(max_length=MAX_LABELS)] = {}
     """Labels by which `/v1/select` filters. The original APIs do not have this field."""
 

@@ -224,7 +224,7 @@ class _TooLargeError(HTTPException):
 
 
 class _TimedSocket(io.RawIOBase):
-    """A connected socket for `HTTPConnection`, whose operations time out at the time `end`.
+    """A connected socket for `HTTPConnection`. The socket's operations time out at the time `end`.
 
     The object is also the file that `makefile` returns. `close` leaves the socket open for the reader; `Client` closes it.
     """

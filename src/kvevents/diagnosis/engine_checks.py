@@ -40,11 +40,11 @@ class EngineChecks:
         Messages are received within the context `stop`, for `seconds`, or for twice as long if a replay is not complete then.
         """
         self.source = source
-        """The engine to check. The checks add a replay endpoint that they find."""
+        """The engine to check. If the checks find a replay endpoint, they add it here."""
         self._stop = stop
         self._seconds = seconds
         self._searches = searches and not source.bind
-        self._unavailable_batches = 0  # Number of batches before the first received batch, which replay no longer has.
+        self._unavailable_batches = 0  # Number of batches from before the first received one that replay cannot return.
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, and yield the findings, the address first."""
@@ -135,7 +135,7 @@ class EngineChecks:
         contents, topics, origin = sample.contents, sample.topics, "live"
         if response is not None and not sample.messages:
             contents, origin = traffic.DecodedContents(), "replayed"
-            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: an older engine.
+            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # Old engines send none.
             for batch in response.batches:
                 contents.add(batch.payload)
         neighbours = 0 if self.source.bind else count_next_ranks(self.source.endpoint)

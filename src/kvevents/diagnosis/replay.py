@@ -19,12 +19,12 @@ REPLY_TIMEOUTS: Final = Timeouts(silence=2.0, seconds=10.0)
 COMPARE_TIMEOUTS: Final = Timeouts(silence=1.0, seconds=5.0)
 """Time limits for reading an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
-"""Maximum number of requests for a batch to compare. One request can fail: an answer can have holes, and an engine publishes a
-batch before it stores it."""
+"""Maximum number of requests for a batch to compare. A request can fail: batches can be missing in an answer, and an engine
+publishes a batch before it stores the batch."""
 MAX_MISSING_BATCHES: Final = 1_000_000
 """Maximum number of missing batches to request again: a hundred times the number that an engine keeps by default."""
 _MAX_REQUESTS: Final = 4
-"""Maximum number of requests for missing batches. A subscriber has no such limit if each answer has new batches."""
+"""Maximum number of requests for missing batches. A subscriber goes on as long as answers have new batches."""
 
 NO_REPLAY: Final = "no replay endpoint given, so lost batches stay lost"
 REPLAY_HINT: Final = (

@@ -17,7 +17,7 @@ from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
 MIN_LOOKUPS: Final = 20
-"""Minimum number of lookups for a fault if all lookups found nothing; with fewer lookups, this is a warning."""
+"""If all lookups found nothing, this is a fault from this number of lookups on, and a warning below it."""
 _LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP_ERRORS: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""

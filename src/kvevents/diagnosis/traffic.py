@@ -206,7 +206,7 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
-    """Check which data-parallel ranks publish at the endpoint, and at the next ports (`neighbours`); None if none is known."""
+    """Check which data-parallel ranks publish at the endpoint and the next ports (`neighbours`); None if no rank is known."""
     numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"
@@ -247,7 +247,7 @@ def is_idle(status: StreamStatus) -> bool:
 
 
 def check_trust(status: StreamStatus, seconds: float, unavailable_batches: int) -> CheckResult:
-    """Check the trust that a subscriber reached; `unavailable_batches` is the number of older batches that replay has not."""
+    """Check the trust that a subscriber reached; `unavailable_batches`: number of older batches that replay cannot return."""
     counters, lost = status.counters, status.counters.lost - unavailable_batches
     progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {lost:,} lost"
     if unavailable_batches:

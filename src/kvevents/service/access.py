@@ -20,14 +20,14 @@ from msgspec import Struct
 from kvevents.errors import ConfigError, reason_of
 
 MIN_TOKEN_BYTES: Final = 16
-"""Minimum length of a token: 64 random bits in hexadecimal, or 96 in base64, which cannot be guessed over a network."""
+"""Minimum length of a token in bytes. Random digits then have 64 bits in hexadecimal, 96 in base64: too many to guess."""
 MAX_TOKEN_BYTES: Final = 4096
 """Maximum length of a token. Common servers and proxies accept headers of this length."""
 _HINT: Final = "create one with `openssl rand -base64 32`"
 
 
 Role: TypeAlias = Literal["none", "read", "register"]
-"""Permissions of a caller; each role includes the permissions of the roles before it."""
+"""Permissions of a caller; each role includes the permissions of the roles listed before it."""
 
 
 class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     token: str | None = None
     """The token itself. Use `token_file` or `token_env` to keep the token out of the configuration."""
     token_file: str | None = None
-    """File with the token, which is read when the service starts; surrounding white space is removed."""
+    """File with the token. The service reads the file when it starts, and removes white space around the token."""
     token_env: str | None = None
     """Name of the environment variable that contains the token."""
     name: str | None = None
@@ -147,7 +147,7 @@ class Hosts(Struct, frozen=True):
 
     names: list[str]
     suffixes: list[str]
-    """Suffixes, each with a leading dot, of all further names in the set."""
+    """Suffixes with a leading dot. Every name with one of these suffixes is in the set."""
     networks: list[tuple[str, str]]
     """First and last address of each network."""
 
@@ -187,10 +187,10 @@ class Client(NamedTuple):
 
 
 REFUSALS_PER_SECOND: Final = 10
-"""Maximum number of refused requests logged per second. The log only counts further ones, so that no client can fill a disk."""
+"""Maximum number of refused requests logged per second. Further requests are only counted: no client can fill the disk."""
 
 MAX_REASON: Final = 800
-"""Maximum number of characters logged of a reason, because a reason can quote the request."""
+"""Maximum number of characters of a reason in the log, because a reason can quote the request."""
 
 
 class AuditLog:
@@ -207,7 +207,7 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a refused request. After `REFUSALS_PER_SECOND` of them in a second, count the request instead."""
+        """Log a refused request, or only count it if `REFUSALS_PER_SECOND` requests were logged in the current second."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:

@@ -1,4 +1,4 @@
-"""The allow-list of endpoints that HTTP registrations may name: clients must not make the service connect anywhere.
+"""The allow-list of endpoints that HTTP registrations may name, so that clients cannot make the service connect to any host.
 
 `EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. The check rejects
 some spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in
@@ -32,7 +32,7 @@ _FORBIDDEN_NETWORKS: Final = tuple(
         "a link-local address, where clouds have metadata services": ("169.254.0.0/16", "fe80::/10"),
         "a multicast address": ("224.0.0.0/4", "ff00::/8"),
         "a broadcast address": ("255.255.255.255/32",),
-        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Other addresses next to them are allowed.
+        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Neighbouring addresses are allowed.
         "the metadata service of a cloud": (
             *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
             *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128"),
@@ -101,8 +101,8 @@ class EndpointAllowList:
     def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether the endpoint's host is a name. Then call this again with all `addresses` of the name: it must have at
-        least one address, and all must be allowed.
+        Return whether the endpoint's host is a name. If it is, the caller must call this method again with all `addresses` of
+        the name: the name must have at least one address, and all its addresses must be allowed.
         """
         if len(endpoint) > MAX_NAME_BYTES:
             raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
@@ -185,7 +185,7 @@ def _normalize_address(address: Address) -> Address:
 
 
 def _forbidden_kind(address: Address) -> str | None:
-    """Return the kind of a forbidden address, which can be the IPv4 address in a NAT64 or 6to4 address; None if allowed."""
+    """Return the kind of a forbidden address; None if allowed. Of NAT64 and 6to4 addresses, the IPv4 address counts, too."""
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []

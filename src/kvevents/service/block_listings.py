@@ -2,7 +2,8 @@
 
 Blocks in the index have no order, so a page could not continue after a given block. Therefore the request for the first page
 copies all blocks of the worker, 32 bytes each. All pages together show the blocks at the time of the copy. A listing is dropped
-after its final page, after some time without a request, and if newer listings need the memory. The client then starts over.
+after its final page, after a time without requests, and if newer listings need its memory. A client that asks for a dropped
+listing gets an error, and must request the first page again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class BlockListings:
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
     def next_page(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
-        """Return the page of the worker `key` at a cursor. Raises `NotFoundError` if the cursor's listing was dropped."""
+        """Return the page at a cursor; `key` is the worker. Raises `NotFoundError` if the cursor's listing was dropped."""
         self._expire()
         name, _, start = cursor.partition(".")
         listing = self._listings.pop(name, None)

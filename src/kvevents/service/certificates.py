@@ -49,13 +49,13 @@ class CertificateFiles:
         """Why the newest files cannot be used; None if the server uses them."""
 
     async def watch(self) -> None:
-        """Check the files regularly."""
+        """Call `check` every `CHECK_SECONDS` until cancelled."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read changed files again if two checks find the same files, so that no incomplete file is read.
+        """Read files that have changed, but not since the previous check, so that no incomplete file is read.
 
         If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """

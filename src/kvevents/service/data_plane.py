@@ -85,7 +85,7 @@ class QueryAnswer(NamedTuple):
 
 
 class DataPlane:
-    """The native server of one service. Any thread may call the methods; before `start` and after `close`, nothing happens."""
+    """The native server of one service. Any thread may call the methods; before `start` and after `close`, they do nothing."""
 
     def __init__(self, fleet: Fleet, health: Callable[[], HealthAnswer], readiness: Callable[[], ReadyAnswer]) -> None:
         """`health` and `readiness` return the answers to probes."""
@@ -109,7 +109,7 @@ class DataPlane:
         """Serve at a listening socket. Call this method in the event loop.
 
         `handle` is called with each forwarded request. `handle` is also called with the number of a response in pieces when the
-        response has room for another piece, or when the client has left. `native/server/src/settings.rs` has the `settings`.
+        response has room for another piece, or when the client has left. `native/server/src/settings.rs` defines `settings`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -141,7 +141,7 @@ class DataPlane:
             self.refresh()
 
     def _take_change(self, fleet: Fleet) -> Mapping[str, Any]:
-        """Return the change of the table in the form that `native/server/src/fleet.rs` reads; it then counts as written."""
+        """Return the changes of the table since the previous call, in the form that `native/server/src/fleet.rs` reads."""
         former_adapters, self._published_adapters = self._published_adapters, fleet.adapters
         changes, members = fleet.revision.changed_members, list[Member]()
         while changes:
@@ -157,7 +157,7 @@ class DataPlane:
                 workers[row] = _describe_worker(member)
             elif row is not None:
                 removed.append(row)
-                self._free_rows.append(row)  # The same change can fill it: removals precede additions.
+                self._free_rows.append(row)  # The same change can reuse the row: removals precede additions.
         return {
             "has_failed": fleet.failure is not None,
             "removed": removed,

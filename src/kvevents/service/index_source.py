@@ -25,12 +25,12 @@ class IndexSource(Protocol):
 
     @property
     def why_incomplete(self) -> str:
-        """Why some engines, and so some models, may be unknown now; empty if all engines are known."""
+        """Why some engines, and so some models, might be unknown now; empty if all engines are known."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """Whether the service is ready for queries although engines are missing, before the deadline of readiness."""
+        """Whether the service can become ready even if `why_incomplete` is not empty."""
         ...
 
     @property

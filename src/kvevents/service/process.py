@@ -34,7 +34,7 @@ from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
-"""Number of file descriptors that are not for client connections. The subscriber checks whether engines need more."""
+"""Number of file descriptors kept free of client connections. The subscriber checks whether they suffice for engines."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
@@ -92,7 +92,7 @@ def serve(
 
 
 def check(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` for settings with which `serve` would fail, except that another process may use the state folder."""
+    """Raise `ConfigError` for settings with which `serve` would fail. Ignore whether a process has locked the state folder."""
     check_settings(config, sources_file)
     _listen(config.host, config.port).close()
 

@@ -105,7 +105,7 @@ class Registrations(Struct, eq=False, kw_only=True):
     ) -> RegistrationOutcome:
         """Follow an engine's rank, if its endpoints are allowed. If an equal registration exists, only renew its lease.
 
-        A lease begins now, or ends if `lease_seconds` is None. Registrations by discovery have no lease.
+        The lease begins now. Without `lease_seconds`, the registration has no lease. Registrations by discovery have no lease.
         """
         self._check_follows_engines()
         await check_allowed(self.allow_list, *endpoints_of(registration))

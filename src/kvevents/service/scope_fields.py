@@ -58,11 +58,11 @@ class Scopes:
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
 _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
-"""The name in `/v1` by each accepted name. Handlers read a value under its name in `/v1`."""
+"""Maps each accepted name to the name in `/v1`, under which handlers read the value."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words that only names of scope fields contain, each with a field to suggest. An unknown name with such a word is rejected."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""All names of the scope fields except the model, by the name without underscores."""
+"""Maps each name of a scope field except the model, written without underscores, to the name."""
 MAX_UNKNOWN_FIELDS: Final = 64
 """Maximum number of unknown fields in one request, because comparing each field with the known names takes time."""
 MAX_COMPARED_LENGTH: Final = 40
@@ -107,7 +107,7 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field that `all_names` lack."""
+    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field (or to a missing model)."""
     if len(unknown_names) > MAX_UNKNOWN_FIELDS:
         sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN_FIELDS}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
@@ -135,7 +135,8 @@ def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], 
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
     `known_names` are the parameters of the endpoint; each is accepted under all its names. Raises `RefusedError` for unknown
-    names: ignoring a tenant would return the blocks of other tenants. `beside` ends the hint if the endpoint has no parameters.
+    names: ignoring a tenant would return the blocks of other tenants. The hint for an endpoint without parameters ends with
+    `beside`.
     """
     accepted_names = {_CANONICAL.get(name, name) for name in known_names}
     result: dict[str, str] = {}

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kvevents.service.fleet.registration import Scope
 
 MAX_SECONDS: Final = 120.0
-"""Number of seconds for which a selection waits for its reservation; Dynamo's service waits as long."""
+"""Number of seconds for which a selection waits for its reservation, as in Dynamo's service."""
 MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
@@ -39,7 +39,7 @@ class PendingSelection(NamedTuple):
 
 
 class SelectionCache:
-    """Selections by scope and name. Limits of age, number and bytes remove the oldest. Any thread may use this object."""
+    """Selections by scope and name. Above a limit of age, number or bytes, the oldest are removed. Any thread may use this."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock

@@ -37,7 +37,7 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
-"""Seconds after the start within which the stream of restored blocks must be registered; then the blocks are removed."""
+"""Seconds after the start at which restored blocks are removed if their stream has not been registered again."""
 REFRESH_SECONDS: Final = 0.25
 """Pause in seconds between two updates of the answers to probes."""
 CHECKPOINTS_SECONDS: Final = 10.0
@@ -301,7 +301,7 @@ class Service:
         if reason := self.index_source.why_incomplete:
             return reason
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
-        if self.settings.kubernetes and not expects:  # Before the API server answers, a selector can select pods or none.
+        if self.settings.kubernetes and not expects:  # Expect engines until the API server has listed the pods.
             expects = not self.index_source.has_found_engines or bool(self._discovery.provider_faults())
         return "engines are expected, but no engine is registered or found yet" if expects and not self.fleet.members else ""
 

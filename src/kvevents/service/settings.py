@@ -1,6 +1,6 @@
 """Settings of the service: one definition for options, environment variables and the TOML file."""
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
 import re
 from typing import Annotated, Any, Final
 
@@ -40,7 +40,7 @@ _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on the resources that peers and clients can use. The error at a limit contains the limit's name."""
+    """Limits on the resources that peers and clients can use. An error due to a limit names the limit."""
 
     max_body_bytes: Bytes = 16 << 20
     """Maximum size in bytes of a request's body. The default is enough for two million token ids as JSON."""
@@ -78,7 +78,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_dump_blocks: Positive = 1_000_000
     """Maximum number of blocks that `/dump` returns. For a larger index, read `/v1/blocks` page by page."""
     max_listed_blocks: Positive = 4_000_000
-    """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing may have more."""
+    """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing can exceed it."""
     listing_seconds: Seconds = 60.0
     """Seconds for which a listing is stored after the newest request for one of its pages."""
     request_seconds: Seconds = 10.0
@@ -86,7 +86,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     idle_seconds: Seconds = 75.0
     """Seconds after which an idle connection is closed. Common HTTP clients close idle connections earlier."""
     unread_seconds: Seconds = 10.0
-    """Seconds within which a client must read the whole answer, or at least 1 MiB, and must answer an HTTP/2 ping."""
+    """Seconds in which a client must read 1 MiB, or the rest of the answer. An HTTP/2 ping has the same limit."""
     drain_seconds: Seconds = 5.0
     """Maximum seconds for requests in progress after the service has received a stop signal."""
 
@@ -99,9 +99,9 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
     """Seconds after the start from which `/readyz` returns 200 even if fewer sources are EXACT; the answer has the number.
     One source is required even then if engines are expected: by the settings, by registrations before a restart, or by
-    `expected`. A selector of pods expects no engine after the API server has listed the pods."""
+    `expected`. With a selector of pods, engines are expected until the API server has listed the pods."""
     expected: Annotated[int, Range()] = 0
-    """Number of sources that clients will register over HTTP. Until the deadline, `/readyz` requires so many sources."""
+    """Number of sources that clients will register over HTTP. Until the deadline, `/readyz` requires this number of sources."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, 3_600)] = 0.0
     """Seconds after SIGTERM for which /readyz returns 503, so that load balancers react; other requests are answered."""
 
@@ -230,7 +230,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     """Allow requests without a token even if other machines can reach the address."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
     """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages from these
-    hosts can send requests from browsers. Without tokens, a request's header `Host` must have such a name or an address."""
+    hosts can send requests from browsers. Without tokens, the header `Host` must be such a name or an IP address."""
     state_dir: FolderPath | None = None
     """Folder for snapshots and registrations, which the service loads when it starts; default: the service stores no state."""
     snapshot_seconds: Seconds = 60.0

@@ -160,7 +160,7 @@ class StateStore:
 
     def _remove_old_generations(self) -> None:
         current = self._read_generation()
-        if current == _UNREADABLE:  # Remove nothing, because any generation can be the current one.
+        if current == _UNREADABLE:  # Remove nothing, because each generation might be the current one.
             return
         for pattern in (_INDEX, _STREAMS):
             for path in self.folder.glob(pattern.format("*")):

@@ -1,8 +1,8 @@
 """Discovery of engines by HTTP queries. vLLM and SGLang describe their endpoints.
 
-vLLM, from 0.31 on (`vllm/entrypoints/serve/instrumentator/basic.py`, 0.33): `GET /kv_event_sources` returns the publisher's
-resolved configuration of each data-parallel rank that this server has started, by rank, and `{}` if events are off. Behind an
-external load balancer the first rank need not be 0::
+vLLM, from 0.31 on (`vllm/entrypoints/serve/instrumentator/basic.py`, 0.33): `GET /kv_event_sources` maps each data-parallel
+rank that this server has started to the resolved configuration of the rank's publisher. The map is empty if events are off.
+Behind an external load balancer the first rank need not be 0::
 
     {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://10.0.0.1:41233", "replay_endpoint": null,
            "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": ""}}
@@ -10,15 +10,15 @@ external load balancer the first rank need not be 0::
 SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
 server. Its field `kv_events` is one address for all ranks (the port of rank r is r higher), or null if events are off. The
 address is only correct for the ranks on the server's node. The field `kv_event_sources`, if present, lists those ranks.
-Releases without `kv_events` return their start option as `kv_events_config`. Releases before these have the path
-`/get_server_info`::
+Releases without `kv_events` return their start option as `kv_events_config`. The oldest releases have the path
+`/get_server_info` instead of `/server_info`::
 
     {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
      "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "", "block_size": 64,
                    "dp_size": 2, "replay_endpoint_port_base": 6557, "load_endpoint_port_base": 5559, "load_topic": "load"}}
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
 import asyncio
 import functools
 import socket
@@ -109,7 +109,7 @@ class _ServerInfo(Struct):
 
 
 def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
-    """Parse the answer of a vLLM server that was reached at `host`. Raises `EngineQueryError` for another shape."""
+    """Parse the answer of a vLLM server that was reached at `host`. Raises `EngineQueryError` for an invalid answer."""
     if not isinstance(answer, dict):
         raise EngineQueryError("/kv_event_sources does not return a JSON object of ranks, as vLLM does")
     info = EngineInfo(has_metrics=True)
@@ -138,7 +138,7 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
 
 
 def parse_server_info(answer: Any, host: str) -> EngineInfo:
-    """Parse the answer of an SGLang server that was reached at `host`. Raises `EngineQueryError` for another shape."""
+    """Parse the answer of an SGLang server that was reached at `host`. Raises `EngineQueryError` for an invalid answer."""
     try:
         info = msgspec.convert(answer, _ServerInfo)
         descriptor = _descriptor_from_flag(info) if info.kv_events is UNSET else info.kv_events
@@ -399,7 +399,7 @@ class EngineProvider(Struct, frozen=True):
                 return await self._make_finding(url, parse(answer, url.host))
         if self.declaration is not None:
             ranks = self.declaration.endpoints(bracket_host(url.host), self.template)
-            return await self._make_finding(url, EngineInfo(ranks, has_metrics=True))  # For example, vLLM before 0.31.
+            return await self._make_finding(url, EngineInfo(ranks, has_metrics=True))  # For example, for vLLM before 0.31.
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
         raise EngineQueryError(f"cannot ask {url} for its endpoints: it has {paths}; name the engine by its endpoint")
 

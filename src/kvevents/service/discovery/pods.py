@@ -75,7 +75,7 @@ CONVENTIONS: Final = (
     # SGLang: docker/k8s-sglang-service.yaml (model, containerPort 30000), the gateway's --prefill-selector (component=prefill).
     Convention("SGLang", "", "model", roles=("component",)),
 )  # fmt: skip
-"""For each pod, the first row whose mark begins one of its labels applies. The mark of the final row fits all pods."""
+"""The first row applies whose `mark` is a prefix of one of the pod's labels. The final row fits all pods."""
 
 
 class _Port(Struct, frozen=True, rename="camel"):
@@ -256,7 +256,7 @@ class _Facts:
         return tuple(map(int, texts))
 
     def number(self, name: str, maximum: int, *fallbacks: str) -> int | None:
-        """Return the text that `text` returns as a number from 1 to `maximum`; None without a text. Raises `ConfigError`."""
+        """Return the value of `text` as a number from 1 to `maximum`; None if the value is empty. Raises `ConfigError`."""
         text = self.text(name, *fallbacks)
         if not text:
             return None
@@ -275,7 +275,7 @@ class _Facts:
 
     @property
     def http_port(self) -> int | None:
-        """The container port of the HTTP server; None if no port has a name for HTTP or an unknown name."""
+        """The container port of the HTTP server; None if each port is named for events or replay."""
         if named := self._find_port(_HTTP_PORTS):
             return named
         others = {*_EVENTS_PORTS, *_REPLAY_PORTS}

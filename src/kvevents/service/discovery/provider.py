@@ -103,7 +103,7 @@ def _complete_host(address: str, endpoint: str) -> str:
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
-    """Raise `ConfigError`, which names `field`, for an endpoint to which no socket can connect (or bind, if `bind`)."""
+    """Raise `ConfigError`, which names `field`, if no socket can connect to an endpoint (with `bind`: bind to it)."""
     transport, separator, address = tcp_of(endpoint).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
@@ -181,8 +181,8 @@ class BaseUrl(Struct, frozen=True):
     def follow_redirect(self, location: str, *, other_hosts: bool = False) -> Self:
         """Return the target of a redirect.
 
-        Raises `EngineQueryError` for a redirect from HTTPS to HTTP. Unless `other_hosts`, it also raises for another host or
-        port, except from port 80 to HTTPS at port 443.
+        Raises `EngineQueryError` for a redirect from HTTPS to HTTP. Without `other_hosts`, it also raises if the
+        redirect changes the host or the port. A redirect from port 80 to HTTPS at port 443 is allowed.
         """
         try:
             parts = urlsplit(urljoin(str(self), location))
@@ -263,12 +263,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
-        """Return the replay endpoint of rank `self.rank + index`, which publishes at `endpoint`."""
+        """Return the replay endpoint of rank `self.rank + index`; `endpoint` is the endpoint of the rank's events."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         return None if replay is None else _complete_host(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
-        """Return the address from which the load of rank `self.rank + index` is read, which publishes at `endpoint`."""
+        """Return the address of the load of rank `self.rank + index`; `endpoint` is the endpoint of the rank's events."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
@@ -283,7 +283,7 @@ DEFAULT_TEMPLATE: Final = Template()
 class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, named by `endpoint`, or by `base_url`: the URL of its HTTP server, which is queried for the endpoints.
 
-    Raises `ConfigError` for an invalid field, and unless exactly one of `endpoint` and `base_url` is set.
+    Raises `ConfigError` for an invalid field, and if both or neither of `endpoint` and `base_url` are set.
     """
 
     instance: str | None = None

@@ -24,7 +24,7 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 RECONCILE_SECONDS: Final = 2.0
-"""Pause in seconds before found engines that are not followed are registered again, if no provider yields a new finding."""
+"""Seconds without a new finding after which the service again tries to follow found engines whose registration failed."""
 SETTLE_SECONDS: Final = 0.05
 """Delay in seconds from a new finding to the report, so that the answers of a thousand engines are reported together."""
 
@@ -116,7 +116,7 @@ class _Branch:
 class ProviderRunner:
     """Runs providers, and the providers that they find, and reports all findings together after each change.
 
-    `on_change` is called in the event loop and must not block. Earlier providers take precedence over later providers.
+    `on_change` is called in the event loop and must not block. Of two providers in `providers`, the first takes precedence.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class EngineDiscovery:
         return [sentence for provider in self._providers for sentence in self._merged.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
-        """Return sentences about all faults, by provider. Why found engines are not followed is under the name `fleet`."""
+        """Map providers to sentences about their faults, and `fleet` to the reasons why found engines are not followed."""
         faults = {name: list(sentences) for name, sentences in self._merged.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             faults["fleet"] = refused

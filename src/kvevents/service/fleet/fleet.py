@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 TOPIC: Final = "topic"
-"""Origin of registrations that follow from an engine's topic, after the engine has connected to the service."""
+"""Origin of the registration of an engine that connects to the service and is identified by its topic."""
 TRUST_SECONDS: Final = 0.1
 """Pause in seconds between two updates of all members' trust, and so the maximum delay until a lost connection is noticed."""
 LOSS_LOG_SECONDS: Final = 10.0
@@ -42,7 +42,7 @@ LOSS_LOG_SECONDS: Final = 10.0
 REFRESH_SECONDS: Final = 0.25
 """Pause in seconds between two refreshes, which read blocks, orphans and rejected stores of members that received events."""
 REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes that together read each member at least one time. One refresh of all members would delay queries."""
+"""Number of refreshes in a round, which reads each member at least one time. One refresh of all would delay queries."""
 MAX_IDLE_REFRESHES: Final = 64
 """Maximum number of members without new events in one refresh. For more than 512 members, a round has more refreshes."""
 MAX_PEERS: Final = 64
@@ -62,7 +62,7 @@ class Fleet(Listener):
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests may name as their model, as engines list them."""
     unready_sources: Mapping[str, str] = {}
-    """Why a followed source should get no requests, by the name of the source."""
+    """Maps the name of a followed source that should get no requests to the reason."""
     is_discovery_complete: bool = False
     """Whether every provider has yielded a finding, and no finding has a fault."""
     failure: str | None = None
@@ -87,13 +87,13 @@ class Fleet(Listener):
         self.workers: dict[Key, Member] = {}
         """The members, and the further ranks that the members' streams carry."""
         self._engines: dict[str, dict[Key, Member]] = {}
-        """The workers by the names of their sources."""
+        """Maps the name of each source to its workers."""
         self._endpoints: dict[str, dict[Key, Member]] = {}
-        """The members by their endpoints."""
+        """Maps each endpoint to its members."""
         self.drained: dict[Key, Member] = {}
         """The drained members, including members of discovery that are not followed now."""
         self.counts: dict[tuple[str, str], int] = {}
-        """Number of rejected events by dialect and reason, for `kvevents_rejected_events`."""
+        """Maps dialect and reason to the number of rejected events, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
         """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
         self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
@@ -117,7 +117,7 @@ class Fleet(Listener):
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
-        """Why an engine that has connected is not followed, by the topic of the engine."""
+        """Maps the topic of an engine that has connected, but is not followed, to the reason."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 
@@ -193,7 +193,7 @@ class Fleet(Listener):
         return self._prepare(member, None)
 
     def _unregister_idle_topics(self) -> None:
-        """Unregister engines whose topic has long had no connection. Retry engines in `topic_faults`."""
+        """Unregister engines whose topic has had no connection for `hide_stale_seconds`. Retry engines in `topic_faults`."""
         for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
                 log.info("%s: unregistered, because its topic has long had no connection", member.registration.label)
@@ -242,7 +242,7 @@ class Fleet(Listener):
         return source
 
     def unregister(self, key: Key) -> Future[int]:
-        """Stop following a stream and remove its blocks. The future returns the number of blocks. Raises `NotFoundError`."""
+        """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
         with self._lock:
             member = self._find(key)
             self._drop(member)
@@ -284,10 +284,10 @@ class Fleet(Listener):
         del members[member.registration.key]
         if not members:
             del self._endpoints[member.registration.endpoint]
-        if member.origin in {HTTP, TOPIC}:  # Discovery might find an engine again, which then stays drained.
+        if member.origin in {HTTP, TOPIC}:  # If discovery finds an engine again, the engine stays drained.
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
-        self.on_change()  # Answers omit the member before the index drops its blocks: EXACT without blocks would be wrong.
+        self.on_change()  # Answers must omit the member before the index drops its blocks, else they show EXACT without blocks.
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -341,7 +341,7 @@ class Fleet(Listener):
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return the error for a query without a worker in the routing table, even if the scope has a worker now."""
+        """Return the error for a query for which the routing table has no worker. The scope might have a worker by now."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
@@ -466,7 +466,7 @@ class Fleet(Listener):
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
                 self._reported_members.add(registration.key)
                 member.report = report
-                member.status = self.follower.subscriber.status(*registration.key)  # It has the reasons.
+                member.status = self.follower.subscriber.status(*registration.key)  # The status has the reasons of the trust.
         except LookupError:  # The task that adds or removes the stream has not run yet.
             return
         codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)

@@ -33,8 +33,8 @@ TICK_SECONDS: Final = 0.02
 """Maximum seconds to wait for deliveries, and so the maximum delay of submitted tasks and of `Listener.on_tick`."""
 MIN_TURN_SECONDS: Final = 0.001
 """Minimum seconds from the start of a turn with deliveries to the next turn. A turn of the follower receives all that has
-arrived. With hundreds of engines, a turn then receives the batches of a dozen engines, which saves about a quarter of the CPU.
-A follower that waits receives an event without delay (decision record 0015)."""
+arrived. With this minimum and hundreds of engines, a turn receives the batches of a dozen engines, which saves about a quarter
+of the CPU time. A follower that already waits receives an event without delay (decision record 0015)."""
 RATE_SECONDS: Final = 10
 """Period in seconds over which the rate of batches is averaged."""
 
@@ -100,7 +100,7 @@ class Follower(threading.Thread):
         """Number of batches that were applied to the index."""
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the thread, when the index contains all that the subscriber has received; return the future result.
+        """Run `work` in the thread, when the index contains all that the subscriber has received; return its future.
 
         If the thread has not started or has ended, run `work` in the calling thread.
         """
@@ -204,7 +204,7 @@ class LoadFollower:
         self._subscriber: LoadSubscriber | None = None
         """None before the first rank that has a load or an HTTP server."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
-        """Requests by the name and rank of the source, from three origins: engines' reports, reservations, and selections."""
+        """Number of requests of each source and rank, from three origins: engines' reports, reservations, and selections."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
         """Receive the load of a rank if its registration has `load`. Return a function that returns the newest reading.
@@ -264,5 +264,5 @@ class LoadFollower:
 
 
 def _server_of(worker: tuple[str, int]) -> tuple[str, int]:
-    """Return the key in the load subscriber for a rank's server, if the load of the rank is not read from this server."""
+    """Return the load subscriber's key for a rank's HTTP server that is polled, but from which no load is read."""
     return f"{worker[0]}{SEPARATOR}server", worker[1]

@@ -29,12 +29,12 @@ HTTP: Final = "http"
 ENDPOINT_FAULTS: Final = frozenset(
     map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))
 )
-"""Faults of the endpoint for events that keep all events from arriving."""
+"""Faults of the endpoint for events. With one of these faults, no event arrives."""
 CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
     reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""The reason of a state that has no other reason, by state."""
+"""Maps a state to its reason if no other reason is known."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 _REGISTRATION_FIELDS: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
 """Fields of `Registration` that have the same names in `SourceView`."""
@@ -51,7 +51,7 @@ class SourceFault(NamedTuple):
 
 
 class Revision:
-    """A number that changes after each change of the fleet that answers show. A reader reads the number before the fleet."""
+    """A number that changes after each change of the fleet that answers can show. Readers must read it before the fleet."""
 
     def __init__(self) -> None:
         self._next = count(1)
@@ -78,7 +78,7 @@ class Member(Struct, eq=False):
     carried_members: tuple[Member, ...] = ()
     """Further ranks whose events are in the stream of this rank. They have the trust of this rank, and are not registered."""
     is_hidden: bool = False
-    """Whether the rank has long had no connection. HTTP endpoints whose clients might ignore trust then omit the rank."""
+    """Whether the rank has had no connection for `hide_stale_seconds`. `/query` and `/query_by_hash` then omit it."""
     is_draining: bool = False
     """Whether a client has excluded the rank from selections."""
     lease: Lease | None = None
@@ -108,7 +108,7 @@ class Member(Struct, eq=False):
     why_unreachable: str = ""
     """Why the rank gets no requests even if its stream is connected; empty if it gets requests."""
     evicted_before: int = 0
-    """Number of blocks that the index had refused at the memory limit before the newest restart or cleared cache."""
+    """Number of blocks that the index had refused at the memory limit before the newest reset of the stream."""
     index_faults: tuple[SourceFault, ...] = ()
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
@@ -260,7 +260,7 @@ class Member(Struct, eq=False):
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Number of blocks by tier."""
+        """Maps each tier to its number of blocks."""
         return self.info.tiers if self.info is not None else {}
 
     @property
@@ -314,4 +314,4 @@ class Member(Struct, eq=False):
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
-"""Reasons by the kind of estimate. All other kinds have the reason `ESTIMATED_MATCHES`."""
+"""Maps a kind of estimate to its reason. All other kinds have the reason `ESTIMATED_MATCHES`."""

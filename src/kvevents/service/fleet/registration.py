@@ -1,6 +1,6 @@
 """Registrations of ranks: each describes one rank of one engine, and the scope of prompts for the rank."""
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
 import time
 from collections.abc import Mapping
 from hashlib import sha256
@@ -69,7 +69,7 @@ class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     curve: Curve | None = None
     """CURVE keys for this engine, which replace the keys for all engines."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Their blocks count, but are not EXACT."""
+    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Matches on them count, but are not EXACT."""
 
 
 class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     `http://*:8000`, means the engine's own host. A queried engine reports the address itself. With `none` no load is read."""
     drafts: tuple[int, ...] | None = None
     """KV cache groups of a draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
-    the final block of a match. None, the default, means no draft model, because events do not show a draft model."""
+    the final block of a match. None, the default, means no draft model: events do not show whether one exists."""
     url: str | None = None
     """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return this URL. A wildcard host, as in
     `http://*:8000`, means the engine's own host. Default for a queried engine: its base URL."""
@@ -157,7 +157,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
         `replay_is_proven` is not compared.
         """
-        if self == other:  # Registrations are usually equal, and this comparison is ten times as fast.
+        if self == other:  # Registrations are usually equal. This is ten times as fast as the comparison below.
             return []
         names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
         return sorted(name for name in names if name != "replay_is_proven")

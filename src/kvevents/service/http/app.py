@@ -242,7 +242,7 @@ _UNTRACED_PATHS: Final = {path for path, routes in ROUTES.items() if any(route.t
 
 def find_tracer() -> Tracer | None:
     """Return the tracer of the configured SDK; None if no SDK is configured."""
-    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # A process that configures an SDK has imported this module.
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # Absent if no SDK is configured.
         return None
     provider: TracerProvider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):

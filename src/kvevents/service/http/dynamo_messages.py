@@ -4,7 +4,7 @@ The names and defaults of the fields are the same as in `services/selection/type
 here are ignored, as are unknown fields.
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
 from typing import Annotated, Any, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -232,14 +232,14 @@ class ReadyWorkers(Struct, frozen=True, kw_only=True):
 
 
 class DeviceScores(Struct, frozen=True, kw_only=True):
-    """Number of matched blocks on the device, by rank."""
+    """Number of matched blocks that each rank has on the device."""
 
     scores: list[tuple[WorkerRank, int]]
     frequencies: list[int] = []
 
 
 class TierHits(Struct, frozen=True, kw_only=True):
-    """Number of blocks, by rank, that continue the prefix on the faster tiers."""
+    """Number of blocks on one tier that continue the prefix on the faster tiers, for each rank."""
 
     hits: list[tuple[WorkerRank, int]]
 
@@ -265,6 +265,6 @@ _PROMPT: Final = [
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: {"anyOf": _PROMPT},
     SelectWorkerRequest: {"anyOf": _PROMPT},
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # A stored selection has a prompt.
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # `/select` stored the prompt.
 }
 """JSON Schema rules for request bodies, beside those that follow from the types."""

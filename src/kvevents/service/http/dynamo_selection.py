@@ -1,7 +1,7 @@
 """The API of Dynamo's selection service (crate `dynamo-kv-router` 1.6.1, `services/selection/server.rs`) for its front ends.
 
 This module translates requests to selections and reservations of `/v1`. Dynamo identifies workers by numbers. The number of an
-instance is its name if the name is a number, else a hash of the name. `endpoint` is the `url` of the registration, or empty.
+instance is its name if the name is a number, else a hash of the name. In answers, `endpoint` is the registered `url`, or empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
-    """Return the number of a worker: its name if the name is a number, else a hash. All clients can read the hash's 63 bits."""
+    """Return the number of a worker: its name if the name is a number, else a hash. A signed number can hold its 63 bits."""
     number = id_of(instance)
     if isinstance(number, int) and number < 1 << 64:
         return number
@@ -134,7 +134,7 @@ class _Fleet:
         return {(worker.instance, worker.rank): _tokens_by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _match_hashes(self, hashes: list[int]) -> dict[Worker, _HeldTokens]:
-        """Match the hashes of blocks. By rank, Dynamo's query returns matches on the device, Mooncake's query on all tiers."""
+        """Match hashes of blocks. Per rank, Dynamo's query counts blocks on the device, and Mooncake's query on all tiers."""
         if not hashes:
             return {}
         model, tenant, group = self.scope[:3]
@@ -256,7 +256,7 @@ class _Chooser:
         """Choose by the scores of a selection that ignores caches, minus the fraction of the prompt that the hashes match."""
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
-        draft = f"draft-{uuid4()}"  # A selection without a reservation would count as load; an ended reservation does not.
+        draft = f"draft-{uuid4()}"  # Reserve and end: without a reservation, this selection would count as load.
         first = self._select(_dummy_tokens(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 

@@ -5,7 +5,7 @@ with `model` (`modelname` to register) gets a response in Mooncake's form. As in
 counted. A field whose name is similar to a scope field is rejected instead (`kvevents.service.scope_fields`).
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
 import re
 from typing import Annotated, Any, ClassVar, Final
 
@@ -213,7 +213,7 @@ def _instance_of(body: IndexerRequest) -> str | None:
 
 
 def read_hashes(service: Service, hashes: list[int | str]) -> list[int]:
-    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many hashes, or more than 64 bits."""
+    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many hashes, or one above 64 bits."""
     if len(hashes) > (limit := service.settings.limits.max_hashes):
         raise TooMuchError(f"the request has {len(hashes)} hashes", "too-many-hashes", f"limits.max_hashes allows {limit}")
     return [_to_unsigned(value) for value in hashes]

@@ -24,7 +24,7 @@ from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
 _STATUSES: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
-"""Status in Dynamo's `/workers`, by trust state."""
+"""Maps each trust state to the status in Dynamo's `/workers`."""
 
 
 def workers(service: Service, request: HttpRequest) -> Response:
@@ -170,7 +170,7 @@ def _lowest_trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
-    """Encode the events of the next `PIECE_BLOCKS` blocks as a JSON array without its brackets; empty without a block."""
+    """Encode the events of the next `PIECE_BLOCKS` blocks as a JSON array without brackets; empty if no block is left."""
     events = [_make_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
     return msgspec.json.encode(events)[1:-1]
 

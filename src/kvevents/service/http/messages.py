@@ -39,7 +39,7 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Headers:
-    """The headers that the endpoints use. If a name occurs several times, its first header counts; of `Accept`, all count."""
+    """The headers that the endpoints use. If a name occurs several times, the first counts; all `Accept` headers count."""
 
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
@@ -57,7 +57,7 @@ class Headers:
 def prefers_msgpack(accept: bytes) -> bool:
     """Return whether a client prefers msgpack to JSON, by its `Accept` header (RFC 9110, 12.5.1).
 
-    Wildcards mean JSON. If both types have the same weight, the client prefers the type that it names first.
+    A wildcard in `Accept` counts as JSON. If both types have the same weight, the client prefers the type that it names first.
     """
     ranks: dict[bytes, tuple[float, int]] = {}
     for position, entry in enumerate(accept.lower().split(b",")):
@@ -142,7 +142,7 @@ class HttpRequest(Struct, eq=False):
             raise TooMuchError(f"the body has {len(body)} bytes beside its token ids", "too-large", hint)
         try:
             value = _decode(decoder, body)
-        except ServiceError:  # Accept unknown fields and numbers such as 1.0 only here, because they are rare.
+        except ServiceError:  # Only now look for unknown fields and numbers such as 1.0, because they are rare.
             known = self._drop_unknown_fields(decoder, body)
             if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
                 known = _replace_whole_floats(known)
@@ -211,7 +211,7 @@ def _shorten(text: str) -> str:
 
 
 MAX_REWRITTEN: Final = 1 << 16
-"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced, in about 10 ms."""
+"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced. At this size, it takes about 10 ms."""
 
 
 def _replace_whole_floats(body: bytes) -> bytes:

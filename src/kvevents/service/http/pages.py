@@ -1,4 +1,4 @@
-"""Pages of listings, and entity tags. By its tag, a client that polls a listing learns that the listing is unchanged."""
+"""Pages of listings, and entity tags. A client that polls a listing sends the tag, to learn whether it has changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvevents.service.http.messages import HttpRequest, Response
 T = TypeVar("T")
 
 MAX_LISTED: Final = 10_000
-"""Maximum number of items on a page, and the default of `limit` in listings of the fleet. By default, a fleet has less than
-half as many sources (`max_sources`)."""
+"""Maximum number of items on a page, and the default of `limit` in listings of the fleet. The default of
+`max_sources` is less than half of this number."""
 CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 """Pattern of the cursor in listings of the fleet: the key of the item before the page; empty for the first page."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
@@ -49,7 +49,7 @@ def matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> boo
 
 
 def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:
-    """Return the items of the requested page, in the order of their keys, and the cursor of the next page (None without)."""
+    """Return the items of the requested page, sorted by key, and the cursor of the next page (None on the final page)."""
     limit = read_number(arguments, "limit", MAX_LISTED, MAX_LISTED)
     name, _, rank = read_cursor(arguments, CURSOR).partition(".")
     position = (bytes.fromhex(name).decode("utf-8", "replace"), int(rank)) if name else None

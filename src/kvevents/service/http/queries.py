@@ -19,7 +19,7 @@ from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
 _PROMPTS: Final = frozenset({"tokens", "token_ids"})
-"""Fields with the token ids of one prompt. The data plane gets the token ids apart from the other fields."""
+"""Fields with the token ids of one prompt. `DataPlane.answer` takes these token ids as a separate argument."""
 
 
 def check_tokens(service: Service, count: int) -> None:

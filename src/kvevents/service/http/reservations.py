@@ -37,7 +37,7 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _NO_CHANGES) -> bytes:
-    """Read (GET), change (POST) or end (DELETE) a reservation; return its JSON. Raises `NotFoundError` if none is open."""
+    """Read (GET), change (POST) or end (DELETE) a reservation; return its JSON. Raises `NotFoundError` if it is not open."""
     if len(name) > MAX_RESERVATION_ID_LENGTH or not re.fullmatch(RESERVATION_ID_PATTERN, name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID_LENGTH]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")

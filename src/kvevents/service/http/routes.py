@@ -50,7 +50,7 @@ class Route(Struct, frozen=True):
     accepts_raw: bool = False
     """Whether the body may be raw token ids instead: 32-bit unsigned little-endian numbers."""
     is_probe: bool = False
-    """Whether orchestrators send such requests, which may have any host name, and are accepted even at `max_clients`."""
+    """Whether orchestrators send these requests. The service accepts them with any host name, and even at `max_clients`."""
     pool: PoolName | None = None
     """The thread pool that runs a handler that may take longer than a match; None if the event loop runs the handler."""
     parameters: tuple[Mapping[str, Any], ...] = ()
@@ -252,7 +252,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}
-"""Endpoints by path and method."""
+"""Maps each path to its methods, and each method to its endpoint."""
 for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
 
