@@ -145,7 +145,7 @@ def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
 
 
 def _detail_text(event: KVEvent) -> list[tuple[str, object]]:
-    """Return the names and values of further fields of an event, except salts and extra keys, which identify tenants."""
+    """Return the names and values of rarer fields of an event. Salts and extra keys are omitted: they identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
     fields = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):

@@ -37,7 +37,7 @@ _COUNT_NOTES: Final = {
 }
 """Maps the name of each count to the noun that it counts, and to the note that is printed unless the count is 0."""
 _NORMAL_COUNTS: Final = frozenset({"compacted", "unknown_removals"})
-"""Names of counts that may be above 0: this is no fault if the recording began later than the engine."""
+"""Names of counts for which a value above 0 is no fault if the recording began later than the engine."""
 
 
 def run(args: Namespace) -> int:

@@ -20,7 +20,7 @@ DATA_FORMATS: Final = frozenset({"json", "yaml"})
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
 """JSON encoder. A value that JSON cannot express, for example in an unknown field of a peer, becomes its `repr`."""
 _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
-"""Matches keys that YAML reads as text if they have no quotation marks."""
+"""Matches keys that YAML reads as text even without quotation marks."""
 
 
 def add_output(parser: ArgumentParser, record: str, *further: str) -> None:

@@ -89,8 +89,8 @@ class StopSignal:
 
 
 THREAD_SWITCH_SECONDS: Final = 0.0005
-"""Seconds after which a thread must release the interpreter to a waiting thread. Python's default of 5 ms is the time of a
-hundred queries, and a thread that applies a message from the plane waits several times."""
+"""Seconds after which a thread must release the interpreter to a waiting thread. In Python's default of 5 ms, the
+service could answer a hundred queries. A thread that applies a message from the plane waits several times."""
 
 
 # --- logging

@@ -63,7 +63,7 @@ def run_policies(
     """Simulate each policy with consecutive seeds, and return the results in order of policy and seed.
 
     `on_result` is called with each result when its simulation ends. At most `jobs` simulations run at a time, each in a process
-    of its own. Raises the errors of `simulate`, and `ExternalError`. After an error, no process goes on.
+    of its own. Raises the errors of `simulate`, and `ExternalError`. After an error, all processes are killed.
     """
     planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
     if min(jobs, len(planned)) == 1:
@@ -98,7 +98,7 @@ def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyRes
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes started in this context. Ctrl-C signals all of them, but only this one must react."""
+    """Block SIGINT in processes started in this context. Ctrl-C signals all processes, but only this process must react."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

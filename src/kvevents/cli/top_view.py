@@ -27,7 +27,7 @@ class SourceColumn:
     cell: Callable[[PolledSource, float], str]
     """Returns the text for a source; the second argument is the current Unix time."""
     rank: int
-    """A narrow view omits the columns with the largest ranks first, and never omits columns with rank 0."""
+    """Order of omission in a narrow view: columns with the largest rank first, columns with rank 0 never."""
     style: Callable[[PolledSource], Style] = lambda _: "plain"
 
 

@@ -47,7 +47,7 @@ def endpoints_or_url(text: str) -> str:
 
 
 def number(text: str, expected: str, minimum: float = math.ulp(0.0)) -> float:
-    """Return a finite number of at least `minimum`. Errors contain `expected`, such as `a factor above 0`."""
+    """Return a finite number of at least `minimum`. Error messages contain `expected`, such as `a factor above 0`."""
     try:
         value = float(text)
     except ValueError:

@@ -131,7 +131,7 @@ class AsyncClient(AsyncCloseable):
 
 
 class AsyncReservedWorker(protocol.ReservedWorkerBase[AsyncClient]):
-    """A reserved worker. Within this context, the request counts as load of the worker. An error also ends the reservation."""
+    """A reserved worker. Until this context ends, even by an error, the request counts as load of the worker."""
 
     async def __aenter__(self) -> Self:
         try:

@@ -216,7 +216,7 @@ class Endpoint:
         self.url = url
         self.base = url.rstrip("/")
         self.prefix = parts.path.rstrip("/")
-        """Path of the service's URL, which precedes the paths of calls."""
+        """Path in the service's URL; it precedes the path of each call."""
         self.host = parts.hostname
         self.max_bytes = max_response_bytes
         self.tls = _make_tls_context(ca_file) if parts.scheme == "https" else None
@@ -327,7 +327,7 @@ class Attempts(Generic[T]):
         """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
         if status in _BUSY_STATUSES and status != self._call.accepted_status:
             error = self._endpoint.response_error(status, content)
-            # A proxy that refuses a request may have forwarded it. If the service refuses, the request had no effect.
+            # A proxy that refuses a request might have forwarded it. If the service refuses, the request had no effect.
             if self._call.is_repeatable or error.reason != "not-kvevents":
                 return self._next_pause(error)
         return self._endpoint.decode(self._call, status, content)
@@ -372,5 +372,5 @@ class ReadyWait:
 
 
 def request_may_have_run(error: BaseException) -> bool:
-    """Whether a request that ended with this error may have had an effect."""
+    """Whether a request that ended with this error might have had an effect."""
     return not isinstance(error, ServiceRequestError) or error.reason in {"timeout", "closed", "not-http", "too-large"}

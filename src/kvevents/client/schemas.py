@@ -174,7 +174,7 @@ class WorkerMatch(Worker, frozen=True, kw_only=True):
     """How many of `tokens` the worker certainly holds. Blocks are uncertain if they might be gone, belong to former weights of
     a LoRA, or are speculative entries; `trust` then is not EXACT and has the code `uncertain-copies`."""
     tiers: dict[str, int]
-    """Cumulative number of tokens by tier. For example, `cpu` counts a prefix that is partly on the GPU, partly on the CPU."""
+    """Cumulative number of tokens on each tier: `cpu` counts a prefix that is partly on the GPU, partly on the CPU."""
     trust: TrustStatus
 
 
@@ -452,7 +452,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """Number of batches that have arrived and wait for a missing batch with a lower sequence number."""
     blocks: int
     tiers: dict[str, int]
-    """Number of blocks by tier."""
+    """Number of blocks on each tier."""
     stores_only: list[str]
     """Tiers from which the engine announces no removals: `EXACT` applies to the other tiers only."""
     drafts: list[int] | None = None
@@ -482,7 +482,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     load_fault: str | None = None
     """Why the load is unknown although the source has the setting `load`; null without a fault."""
     rejected: dict[str, int]
-    """Number of rejected events by reason."""
+    """Number of rejected events for each reason."""
 
     @property
     def name(self) -> str:
@@ -542,7 +542,7 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
     """Number of blocks of all workers together."""
     unique_blocks: int
     tiers: dict[str, int]
-    """Number of blocks by tier; a block on two tiers counts on each."""
+    """Number of blocks on each tier; a block on two tiers counts on both."""
     index_bytes: int
     memory_limit: int | None
     orphans: int

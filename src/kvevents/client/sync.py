@@ -185,7 +185,7 @@ class Client(Closeable):
 
 
 class ReservedWorker(protocol.ReservedWorkerBase[Client]):
-    """A reserved worker. Within this context, the request counts as load of the worker. An error also ends the reservation."""
+    """A reserved worker. Until this context ends, even by an error, the request counts as load of the worker."""
 
     def __enter__(self) -> Self:
         try:

@@ -88,7 +88,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_SECO
 
 
 async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    # Send only the version first: a peer that receives another mechanism than its own closes without naming its own.
+    # First send only the version: a peer that receives a mechanism other than its own closes without naming its own.
     writer.write(_GREETING[: MECHANISM_SLICE.start])
     greeting = await _read_bytes(reader, len(_GREETING))
     if not greeting:

@@ -38,7 +38,7 @@ class ReplaySample:
 
     batches: list[ReplayBatch] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Why a message is malformed, for each malformed message."""
+    """For each malformed message, the reason why it is malformed."""
     shapes: set[str] = field(default_factory=set)
     """The layouts of the messages, as text."""
     has_end: bool = False
@@ -92,7 +92,7 @@ class LiveComparison(NamedTuple):
 
     @classmethod
     def compare(cls, sample: ReplaySample, live: dict[int, bytes]) -> LiveComparison:
-        """Compare live payloads, by sequence number, with the batches of a sample."""
+        """Compare live payloads with the batches of a sample that have the same sequence numbers."""
         stored = {batch.seq: batch.payload for batch in sample.batches}
         absent = [seq for seq in live if seq not in stored]
         different = [seq for seq in live if seq in stored and stored[seq] != live[seq]]

@@ -205,7 +205,7 @@ def _check_source_trust(source: SourceView, now: float) -> CheckResult:
 
 
 def _select_worst(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
-    """Yield the worst findings, then one finding that says how many others there are."""
+    """Yield the worst findings, then one finding with the number of omitted findings."""
     worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
     yield from worst_first[:MAX_LISTED_WORKERS]
     if others := worst_first[MAX_LISTED_WORKERS:]:

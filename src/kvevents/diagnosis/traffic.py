@@ -58,7 +58,7 @@ class DecodedContents:
         self.dialect: Dialect | None = None
         """The oldest release that can have written all batches; None if no batch has shown a release."""
         self.rejected: Counter[str] = Counter()
-        """Number of rejected events by reason."""
+        """Number of rejected events for each reason."""
         self.undecodable_batches = 0
         """Number of batches with rejected events, but without a decodable event."""
         self.example = ""

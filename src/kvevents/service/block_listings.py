@@ -2,8 +2,7 @@
 
 Blocks in the index have no order, so a page could not continue after a given block. Therefore the request for the first page
 copies all blocks of the worker, 32 bytes each. All pages together show the blocks at the time of the copy. A listing is dropped
-after its final page, after a time without requests, and if newer listings need its memory. A client that asks for a dropped
-listing gets an error, and must request the first page again.
+after its final page, after a time without requests, and if memory is needed. A client must then start with the first page.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from kvevents_native import _native
 CLOSE_SECONDS: Final = 1.0
 """Number of seconds for clients to read the final responses after the control plane has stopped."""
 REFRESH_PAUSE: Final = 20
-"""Minimum pause between two refreshes of probe responses after changes of the fleet, in multiples of a refresh's duration."""
+"""Minimum pause before `publish` refreshes probe responses again, as a multiple of the duration of the newest refresh."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 """Bucket bounds of the histogram of response times, in seconds between a request's headers and its response."""
 MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -68,7 +68,7 @@ class Counts(msgspec.Struct):
     received: int = 0
     unread: int = 0
     reservations: dict[str, int] = {}
-    """Number of open reservations, and numbers of ended reservations by outcome."""
+    """Number of open reservations, and number of ended reservations for each outcome."""
 
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
@@ -167,7 +167,7 @@ class DataPlane:
 
     def refresh(self) -> None:
         """Replace the stored responses to probes by new responses."""
-        native = self._native  # `close` may set `_native` to None in another thread at any moment
+        native = self._native  # `close` can set `_native` to None in another thread at any moment
         if native is None:
             return
         begin = time.monotonic()

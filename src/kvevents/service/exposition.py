@@ -42,11 +42,11 @@ STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 _CLOSE_REASONS: Final = dict.fromkeys(
     ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining"), 0
 )
-"""Initial counts (0) of connections that the data plane has closed, by reason."""
+"""Maps each reason for which the data plane closes a connection to the initial count, 0."""
 _REJECT_REASONS: Final = dict.fromkeys(
     ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients", "not-a-proxy"), 0
 )
-"""Initial counts (0) of requests that the data plane has rejected before it knew their path, by reason."""
+"""Maps each reason for which the data plane rejects a request before it knows the path to the initial count, 0."""
 
 
 def exposition(service: Service) -> bytes:

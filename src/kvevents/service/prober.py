@@ -127,7 +127,7 @@ class Prober:
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
-                # Wait before probing a replay endpoint, whose answer may still arrive. A missing connection needs no wait.
+                # Wait before probing a replay endpoint: its answer might still arrive. A missing connection needs no wait.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
@@ -210,7 +210,7 @@ _HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
     "closed": (Reason.UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": (Reason.NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""Reason code and sentence by outcome, for handshakes that found no ZeroMQ socket."""
+"""Maps the outcome of a handshake that found no ZeroMQ socket to a reason code and a sentence."""
 
 
 async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:

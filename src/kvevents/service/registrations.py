@@ -92,7 +92,7 @@ class Registrations(Struct, eq=False, kw_only=True):
                 continue
             try:
                 for endpoint in endpoints_of(registration):
-                    self.allow_list.check(endpoint)  # The allow-list may have changed after the registration.
+                    self.allow_list.check(endpoint)  # The allow-list might have changed after the registration.
                 self.fleet.register(registration, HTTP, resume=self.resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
@@ -215,7 +215,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise ConflictError("this service does not follow engines itself", "replica", self.advice)
 
     async def save(self) -> None:
-        """Write the registrations to the disk. If one changes during the write, another write follows."""
+        """Write the registrations to the disk. If a registration changes during the write, write them again."""
         if self.store is None:
             return
         self._changes += 1

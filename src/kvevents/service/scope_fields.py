@@ -135,8 +135,7 @@ def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], 
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
     `known_names` are the parameters of the endpoint; each is accepted under all its names. Raises `RefusedError` for unknown
-    names: ignoring a tenant would return the blocks of other tenants. The hint for an endpoint without parameters ends with
-    `beside`.
+    names: ignoring a tenant would return the blocks of other tenants. Without parameters, the error's hint ends with `beside`.
     """
     accepted_names = {_CANONICAL.get(name, name) for name in known_names}
     result: dict[str, str] = {}

@@ -72,7 +72,7 @@ class Service:
         self.dump_lock = BoundedLock("dump", config.limits.max_waiting)
         """Lock that allows one client at a time to read `/dump`."""
         self.ignored_fields = Counter[str]()
-        """Number of unknown fields in request bodies that were ignored, by path."""
+        """Maps a path to the number of unknown fields that were ignored in its request bodies."""
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.data_plane = DataPlane(self.fleet, self.health, self.readiness)
         self.selections = SelectionCache()
@@ -239,7 +239,7 @@ class Service:
     # --- state
 
     def faults(self) -> dict[str, list[str]]:
-        """Return sentences about the faults of discovery, by provider."""
+        """Map each provider of discovery to sentences about its faults."""
         topics = list(self.fleet.topic_faults.values())
         return self._discovery.faults() | ({TOPIC: topics} if topics else {})
 
@@ -360,7 +360,7 @@ def _make_fleet(config: ServiceSettings) -> Fleet:
 
 
 def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
-    """Return whether the settings or the watched file name engines. A selector does not count: it may select no pod."""
+    """Return whether the settings or the watched file name engines. A selector does not count: it might select no pod."""
     if config.sources or config.source_files or config.dns:
         return True
     try:

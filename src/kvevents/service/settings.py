@@ -97,7 +97,7 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quorum: Annotated[float, Range(0, 1)] = 1.0
     """Fraction of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
-    """Seconds after the start from which `/readyz` returns 200 even if fewer sources are EXACT; the answer has the number.
+    """Seconds after the start from which `/readyz` returns 200 even if fewer sources than the quorum are EXACT.
     One source is required even then if engines are expected: by the settings, by registrations before a restart, or by
     `expected`. With a selector of pods, engines are expected until the API server has listed the pods."""
     expected: Annotated[int, Range()] = 0
@@ -142,7 +142,7 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines that connect to the service, as in llm-d. The service finds an engine by its topic: `kv@INSTANCE@MODEL`."""
+    """Engines that connect to the service, as llm-d's do. The service finds an engine by its topic: `kv@INSTANCE@MODEL`."""
 
     endpoint: Annotated[Endpoint, "--listen"]
     """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
@@ -177,7 +177,7 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
     """Namespace of the pods, by default the service's own; can be repeated."""
     pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
-    """Follow the engines in pods of this `InferencePool`; can be repeated. With `selector`, both must select a pod."""
+    """Follow the engines in pods of this `InferencePool`; can be repeated. With `selector`, only pods that both select."""
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
     """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's kubeconfig."""
     http_port: Port = 8000

@@ -52,7 +52,7 @@ _REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])
 
 
 class StateStore:
-    """The state folder of a service, which this process has locked. Only one process at a time can open the folder.
+    """The state folder of a service, locked by this process. Only one process at a time can open the folder.
 
     Any thread may call any method. Only one thread at a time writes a snapshot, and only one writes registrations. Methods
     raise `SnapshotError` if a file cannot be read or written.

@@ -179,7 +179,7 @@ class DnsProvider:
         return f"dns {self.target}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines behind the name. If a lookup fails, yield a fault, and until `max_stale` the former engines."""
+        """Yield the engines behind the name. If a lookup fails, yield a fault, and the former engines for `max_stale` s."""
         _, host, port = DnsTarget.parse(self.target)
         backoff = Backoff(self.clock.random)
         yielded, last = None, Finding()

@@ -8,7 +8,7 @@ Behind an external load balancer the first rank need not be 0::
            "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": ""}}
 
 SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
-server. Its field `kv_events` is one address for all ranks (the port of rank r is r higher), or null if events are off. The
+server. Its field `kv_events` is one address for all ranks (rank r has this port plus r), or null if events are off. The
 address is only correct for the ranks on the server's node. The field `kv_event_sources`, if present, lists those ranks.
 Releases without `kv_events` return their start option as `kv_events_config`. The oldest releases have the path
 `/get_server_info` instead of `/server_info`::
@@ -178,7 +178,7 @@ def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
 
 
 def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
-    """Return the ranks on the queried node. Each node has an equal range of ranks (`data_parallel_controller.py`)."""
+    """Return the ranks on the queried node. All nodes have equally many consecutive ranks (`data_parallel_controller.py`)."""
     nodes = info.nnodes or 1
     if nodes <= 1:
         return set(range(count))
@@ -247,7 +247,7 @@ class EngineHttpClient(Struct, frozen=True):
     """Maximum number of bytes in an answer's body. The largest body, from SGLang's `/server_info`, has tens of kilobytes."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets this limit. More
-    connections would need many file descriptors, and the busy loop would let them time out. With this limit, each of 4,096
+    connections would need many file descriptors, and would time out because the loop is busy. With this limit, each of 4,096
     dead engines is queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""

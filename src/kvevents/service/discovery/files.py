@@ -53,7 +53,7 @@ class FileProvider(Struct, frozen=True):
 
     path: Path
     only_sources: bool = True
-    """Whether the file may contain only `[[sources]]`. The service's configuration file also has other settings."""
+    """Whether the file may contain only `[[sources]]`; false for the configuration file, which has other settings, too."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
     clock: Clock = SYSTEM_CLOCK
@@ -71,7 +71,7 @@ class FileProvider(Struct, frozen=True):
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != read_stamp:
                 newest = await asyncio.to_thread(self._load, finding)
-                # If the file was written during the read, the content may be incomplete: the next check reads the file again.
+                # If the file was written during the read, the content might be incomplete: the next check reads the file again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     read_stamp, finding = stamp, newest
                     yield finding

@@ -128,7 +128,7 @@ async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
-    # Python 3.13 rejects certificates without some fields, which some clusters use and kubectl accepts.
+    # Python 3.13 requires fields that the certificates of some clusters lack. kubectl accepts these certificates.
     configuration.disable_strict_ssl_verification = True
     async with client.ApiClient(configuration) as api:
         yield api
@@ -161,7 +161,7 @@ class ObjectWatch(Generic[T]):
         kubeconfig: str | None = None,
     ) -> None:
         self.objects: dict[str, T] = {}
-        """The newest known version of each object, by the name of the object."""
+        """Maps the name of each object to the object's newest known version."""
         self.fault: str | None = None
         """Why changes are not followed now, as a sentence; None if they are followed."""
         self.is_listed = False

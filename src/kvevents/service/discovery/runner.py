@@ -37,17 +37,17 @@ class MergedFindings(Struct):
 
     registrations: dict[Key, Registration] = {}
     faults: dict[str, tuple[str, ...]] = {}
-    """Faults by the name of the provider. Providers without a fault are omitted."""
+    """Maps the name of each provider that has faults to these faults."""
     waiting: tuple[str, ...] = ()
     """Names of providers that have not yielded a finding yet, so that their engines are missing from the registrations."""
     adapters: set[Scope] = set()
     """LoRA adapters that requests can name as their model."""
     origins: dict[Key, str] = {}
-    """For each registration, the name of the provider that found it."""
+    """Maps the key of each registration to the name of the provider that found it."""
     adapter_paths: dict[tuple[str, str], str] = {}
-    """Paths of adapters by the names of the engine and of the adapter."""
+    """Maps the names of an engine and of its adapter to the path of the adapter."""
     unready_sources: dict[str, str] = {}
-    """Why a source should get no requests, by the name of the source."""
+    """Maps the name of a source that should get no requests to the reason."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
@@ -287,7 +287,7 @@ class EngineDiscovery:
 def build_providers(config: EngineSources, watched_file: Path | None) -> list[Provider]:
     """Return the providers of a configuration in order of decreasing precedence.
 
-    `watched_file` is the file of `--config`, whose `[[sources]]` are watched; None without it. Raises `ConfigError`.
+    `watched_file` is the file of `--config`, or None; its `[[sources]]` are watched. Raises `ConfigError`.
     """
     providers: list[Provider] = []
     if watched_file is not None:
@@ -313,7 +313,7 @@ def build_providers(config: EngineSources, watched_file: Path | None) -> list[Pr
 
 
 def check_engines(config: EngineSources, watched_file: Path | None) -> None:
-    """Raise `ConfigError` for engines that contradict each other, in the settings and in `watched_file`."""
+    """Raise `ConfigError` if engines in the settings and in `watched_file` contradict each other."""
     build_providers(config, watched_file)
     named: dict[Key, tuple[Registration, str]] = {}
     firsts: dict[str, Registration] = {}

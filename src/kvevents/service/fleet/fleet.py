@@ -40,7 +40,7 @@ TRUST_SECONDS: Final = 0.1
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause in seconds between two refreshes, which read blocks, orphans and rejected stores of members that received events."""
+"""Pause in seconds between two refreshes. They read blocks, orphans and rejected stores of members that received events."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes in a round, which reads each member at least one time. One refresh of all would delay queries."""
 MAX_IDLE_REFRESHES: Final = 64
@@ -60,7 +60,7 @@ class Fleet(Listener):
     """The registered members and their index. Any thread may call the methods; only the follower changes the subscriber."""
 
     adapters: frozenset[Scope] = frozenset()
-    """LoRA adapters that requests may name as their model, as engines list them."""
+    """LoRA adapters that engines list. Requests may name them as their model."""
     unready_sources: Mapping[str, str] = {}
     """Maps the name of a followed source that should get no requests to the reason."""
     is_discovery_complete: bool = False
@@ -95,10 +95,10 @@ class Fleet(Listener):
         self.counts: dict[tuple[str, str], int] = {}
         """Maps dialect and reason to the number of rejected events, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
-        """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
+        """Maps a rank that was discovered, but is not followed, to the reason, such as an endpoint that cannot be bound."""
         self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
         self.curve = curve
-        """CURVE keys for engines whose registration has no keys. Registrations omit these keys, because a file stores them."""
+        """CURVE keys for engines whose registration has no keys. Stored registrations omit these keys."""
         self._clock, self._lock = clock, threading.Lock()
         self.revision: Final = Revision()
         """The number changes after each change of members that is visible in answers."""
@@ -180,7 +180,7 @@ class Fleet(Listener):
         return self.follower.submit(lambda: self.follower.subscriber.add(finder))
 
     def _on_found(self, source: Source) -> Source | None:
-        """Register an engine that was found by its topic, in the follower's thread. Return None if that fails."""
+        """Register an engine that the follower's thread has found by its topic. Return None if that fails."""
         try:
             member = self._add(self._registration_of(source.topic), TOPIC)
         except (ConfigError, ServiceError) as error:
@@ -255,9 +255,9 @@ class Fleet(Listener):
         return member
 
     def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
-        """Exclude a stream, which stays followed, from selections, or include it again. The future ends after the change.
+        """Exclude a stream from selections, or include it again; the service follows it in both cases.
 
-        Raises `NotFoundError`.
+        The future ends after the change. Raises `NotFoundError`.
         """
         member = self._find(key)
         member.is_draining = is_draining
@@ -331,7 +331,7 @@ class Fleet(Listener):
                     self.register(registration, origin, resume=resume)
                 except (ConflictError, TooMuchError) as error:
                     faults.append(f"{error}; {error.hint}")
-        self.on_change()  # The caller may have changed `adapters`.
+        self.on_change()  # The caller might have changed `adapters`.
         return faults
 
     def replace_adapter(self, source: str, lora: str) -> None:
@@ -411,7 +411,7 @@ class Fleet(Listener):
         self._announce(LossEvent, member, now, what=kind, sentence=sentence)
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
-        """Count the events of an applied batch that cannot be decoded."""
+        """Count the undecodable events of an applied batch."""
         wire_dialect = decode_batch(batch.payload).dialect
         dialect = "unknown" if wire_dialect is None else f"{wire_dialect.engine}-{wire_dialect.since}"
         for rejection in events:

@@ -97,7 +97,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return this URL. A wildcard host, as in
     `http://*:8000`, means the engine's own host. Default for a queried engine: its base URL."""
     labels: Mapping[str, str] = {}
-    """Labels by name, such as `role = "decode"`. Answers return labels, and `/v1/select` filters by labels."""
+    """Names and values of labels, such as `role = "decode"`. Answers return labels, and `/v1/select` filters by labels."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

@@ -49,7 +49,7 @@ class App:
         self._tracer = find_tracer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open_streams: dict[int, _OpenStream] = {}
-        """The responses that are being sent in pieces, by the numbers of their streams."""
+        """Maps the number of a stream to the response that is being sent in pieces."""
 
     @property
     def has_spans(self) -> bool:

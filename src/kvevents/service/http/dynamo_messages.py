@@ -111,7 +111,7 @@ class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
-    """How many tokens of a prompt a worker holds: by tier (cumulative), and in `dp` by rank (on the device)."""
+    """How many tokens of a prompt a worker holds: cumulatively on each tier, and in `dp` on the device of each rank."""
 
     longest_matched: int
     gpu: int
@@ -176,7 +176,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 
 class WorkerOverlap(Struct, frozen=True, kw_only=True):
-    """How many blocks of a prompt a rank holds, by tier."""
+    """How many blocks of a prompt a rank holds on each tier."""
 
     worker_id: int
     dp_rank: int
@@ -245,7 +245,7 @@ class TierHits(Struct, frozen=True, kw_only=True):
 
 
 class TieredMatch(Struct, frozen=True, kw_only=True):
-    """The matched blocks by tier."""
+    """The matched blocks on the device and on each lower tier."""
 
     device: DeviceScores
     lower_tier: list[tuple[str, TierHits]]

@@ -110,7 +110,7 @@ class _Fleet:
         return [worker for worker in self.members if worker_id(worker[0]) == number and rank in {None, worker[1]}]
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a query to `/v1`: the scope, and all of `others` except None."""
+        """Return the fields of a query to `/v1`: the scope, and the values in `others` that are not None."""
         scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
         return scope_fields | {name: value for name, value in others.items() if value is not None}
 
@@ -256,7 +256,7 @@ class _Chooser:
         """Choose by the scores of a selection that ignores caches, minus the fraction of the prompt that the hashes match."""
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
-        draft = f"draft-{uuid4()}"  # Reserve and end: without a reservation, this selection would count as load.
+        draft = f"draft-{uuid4()}"  # Reserve, then end: this selection must not count as load.
         first = self._select(_dummy_tokens(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
@@ -470,7 +470,7 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
 
 
 def overlap_scores(service: Service, request: HttpRequest) -> Response:
-    """Return, by tier, how many blocks of a prompt each rank holds."""
+    """Return how many blocks of a prompt each rank holds on each tier."""
     _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
     workers = [_overlap_of(fleet, worker, matches.get(worker, _NO_TOKENS)) for worker in {**fleet.members, **matches}]

@@ -52,7 +52,7 @@ class Route(Struct, frozen=True):
     is_probe: bool = False
     """Whether orchestrators send these requests. The service accepts them with any host name, and even at `max_clients`."""
     pool: PoolName | None = None
-    """The thread pool that runs a handler that may take longer than a match; None if the event loop runs the handler."""
+    """The thread pool for a handler that may take longer than a match; None if the event loop runs the handler."""
     parameters: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the query string, and headers that change the response, in the form of OpenAPI documents.
 

@@ -48,7 +48,7 @@ class ThreadPool:
 
 
 def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
-    """Return the thread pools of one service, by name."""
+    """Return new thread pools for one service. The keys are the names of the pools."""
     return {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
 
 

@@ -34,8 +34,8 @@ reveals clients that have left. The comment's id becomes the client's last id, e
 def match(service: Service, request: HttpRequest) -> Response:
     """Return how many tokens of a prompt each worker holds: the length of the longest prefix.
 
-    The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
-    `application/octet-stream`, and all other fields in the query string.
+    The body is a `MatchRequest` as JSON or msgpack, or raw token ids (unsigned 32-bit little-endian numbers with content type
+    `application/octet-stream`). With raw token ids, all other fields are in the query string.
     """
     query, tokens = _raw_prompt(request) if request.headers.kind == RAW else request.read_tokens("tokens")
     return answer_query(service, request, query, tokens)
