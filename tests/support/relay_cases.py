@@ -26,7 +26,7 @@ from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay
 from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 
 SIZE = 4
-"""Tokens of a block."""
+"""Number of tokens in a block."""
 MANY_TURNS = 50
 LONG_TURN = 0.3
 """Seconds of one of `MANY_TURNS`; together they are longer than all timeouts of replay requests."""

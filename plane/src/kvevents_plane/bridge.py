@@ -85,7 +85,7 @@ ENGINE_CHECK_SECONDS: Final = 0.5
 GAP_HOLD_SECONDS: Final = 1.0
 """Seconds for which a gap record waits, because another bridge might have the missing batches."""
 START_SECONDS: Final = 30.0
-"""Timeout for finding or creating the plane. Servers that have just started must elect leaders, also for new streams."""
+"""Timeout for finding or creating the plane. Servers that have just started must elect leaders, even for new streams."""
 STOP_SECONDS: Final = 5.0
 """Maximum number of seconds for which a bridge that stops writes queued records."""
 POLL_SECONDS: Final = 0.02
@@ -108,7 +108,7 @@ class Bridge:
         self.resyncs = 0
         """Number of times that the bridge followed a stream again because the stream had diverged from the log."""
         self.name_conflict = ""
-        """Process and host that also write under this bridge's name; empty without a conflict."""
+        """Process and host of another bridge with this bridge's name; empty without a conflict."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)

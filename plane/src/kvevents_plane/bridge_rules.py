@@ -150,7 +150,7 @@ MIN_ABSENT_ENGINES: Final = 2
 
 
 def _describe_suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
-    """Return `text` with the numbers of absent engines and of all engines. Return "" unless suspiciously many are absent."""
+    """Return `text` with the numbers of absent engines and of all engines. Return "" unless more than half are absent."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
     return text.format(missing, engines) if missing >= MIN_ABSENT_ENGINES and missing * 2 > engines else ""
 
@@ -177,7 +177,7 @@ class EngineLiveness:
         return report is not None and report.trust in REACHED_STATES
 
     def dead_streams(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
-        """Return the streams of `joined` that were unreachable for too long. Call this periodically: a call takes a sample."""
+        """Return the streams of `joined` that were unreachable for `dead_seconds`. Call this periodically, to take samples."""
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
@@ -208,7 +208,7 @@ class UnclaimedEngines:
         self._since.clear()
 
     def expired_streams(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
-        """Return the streams that were unclaimed for too long. Call this periodically: each call takes a sample."""
+        """Return the streams that were unclaimed for the time limit. Call this periodically: each call takes a sample."""
         self._since = {key: self._since.get(key, now) for key in unclaimed}
         self.engines = len({source for source, _ in unclaimed})
         reason = _describe_suspicion(joined, unclaimed, "no bridge claims {} of the {} engines in the log")

@@ -153,7 +153,7 @@ class _ObservedIncarnation:
 
 
 class LogSubscriber:
-    """The streams of some partitions.
+    """Subscribes to the streams of the partitions that were added with `add_partition`.
 
     Any thread may call `put`, `report_progress` and `mark_broken`, and read `partitions`, `states`, `registrations` and
     `digests`. All other members belong to one thread. `digest` returns a stream's digest in the index; it is called when the

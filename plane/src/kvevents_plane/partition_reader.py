@@ -412,7 +412,7 @@ class PartitionReader:
         return info.last
 
     def _choose_mode(self) -> None:
-        """Switch to polling if other bridges have written few pages for some heartbeats."""
+        """Switch to polling if other bridges have written few pages for `quiet_heartbeats` consecutive heartbeats."""
         is_quiet = self._foreign_pages <= MAX_FOREIGN_PAGES and (
             not self._foreign_pages or self._foreign_pages < self._own_pages
         )

@@ -85,7 +85,7 @@ class PartitionWriter:
         self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
         self.ready = asyncio.Event()
         self.paused: set[StreamKey] = set()
-        """Streams that are not followed at the moment, because the queue is too long."""
+        """Streams that the bridge has stopped following until the queue of the partition is written."""
         self.paused_since: float | None = None
         """Time at which the first of the paused streams was paused, or None if no stream is paused."""
         self.heartbeat_at = 0.0

@@ -185,7 +185,7 @@ class _Scan:
             return set()
         heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]
         self.alive_seconds = max([self.alive_seconds, *(heartbeat.alive_seconds for heartbeat in heartbeats)])
-        # Every page shows that its bridge writes. Pages with heartbeats are few in a busy partition.
+        # Any page shows that its bridge writes. In a busy partition, only few pages have heartbeats.
         self.written.append((page.bridge, message.stored_at))
         self.conflicts |= {heartbeat.bridge: printable(heartbeat.conflict) for heartbeat in heartbeats}
         self.newest_at = message.stored_at

@@ -203,7 +203,7 @@ class Program:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, is_ready: Callable[[], bool]) -> None:
-        """Start the program, and wait until it is ready. Raise `TargetError` if it ends early or takes too long."""
+        """Start the program, and wait until it is ready. Raise `TargetError` if it ends or needs more than `START_SECONDS`."""
         stdin = subprocess.PIPE if self._is_fed else subprocess.DEVNULL
         with Path(self._folder.name, "log").open("ab") as log:
             try:

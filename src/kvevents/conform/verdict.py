@@ -41,7 +41,7 @@ class ConformRun(msgspec.Struct, frozen=True):
         return Counter(result.verdict for result in self.results)
 
     def has_failed(self, max_needless: int | None = None) -> bool:
-        """Return whether an answer was silently wrong or missing, or too many scenarios have the verdict `NEEDLESS`.
+        """Return whether an answer was silently wrong or missing, or more scenarios than a limit have the verdict `NEEDLESS`.
 
         The limit is `max_needless` or, if that is None, one scenario for each `SCENARIOS_PER_NEEDLESS` scenarios that were
         played. No scenario of the group `healthy` may have this verdict.

@@ -10,7 +10,7 @@ Needs the extra `export` and, like `kvevents.index`, the compiled module; raises
 
 try:
     import duckdb as _duckdb  # noqa: F401 - this import raises the error below if DuckDB is missing
-    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: F401 - as for DuckDB
+    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: F401 - raises the error below if PyArrow is missing
 except ImportError as error:
     from kvevents.errors import MissingDependencyError
 

@@ -27,7 +27,7 @@ UNKEYED_REASONS: Final = {
 
 
 class ChainState(NamedTuple):
-    """Properties of a block that determine the same properties of its children."""
+    """Properties of a block from which the same properties of its children are computed."""
 
     key: int | None
     depth: int | None

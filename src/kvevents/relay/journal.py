@@ -209,7 +209,7 @@ class Journal:
         self._end_state.checkpoint = checkpoint
 
     def set_origin(self, upstream: int, origin: journal_format.Origin) -> None:
-        """Record the upstream batch from which the next batches are made. This origin replaces the upstream's previous one."""
+        """Record the upstream batch from which the next batches are made, in place of the upstream's previous origin."""
         self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
 

@@ -1,4 +1,4 @@
-"""The format of a journal's files: a header, then frames, each checked together with everything before it.
+"""The format of a journal's files: a header, then frames. The CRC of a frame covers everything before the frame, too.
 
 ::
 
@@ -137,7 +137,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Begins the state in a snapshot: the state after batch `number`, which is -1 if the snapshot has no state."""
+    """Head of a snapshot, whose state is the one after batch `number`; -1 if the snapshot has no state."""
 
     number: int
     is_partial: bool

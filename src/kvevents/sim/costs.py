@@ -28,7 +28,7 @@ BANDWIDTH_SHARE: Final = 0.75
 STEP_SECONDS: Final = 0.004
 """Time that the scheduler, the sampler and kernel launches add to each step."""
 MEMORY_SHARE: Final = 0.9
-"""vLLM's default `--gpu-memory-utilization`."""
+"""Fraction of GPU memory that vLLM uses: the default of its option `--gpu-memory-utilization`."""
 WORKSPACE_BYTES: Final = 3e9
 """Memory in bytes that activations and CUDA graphs take on each GPU."""
 

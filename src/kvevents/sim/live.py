@@ -221,7 +221,7 @@ class LiveFleet:
         self._stop.set()
 
     def run(self, requests: Iterable[Request], *, look: Callable[[LiveFleet], object] = lambda _: None) -> PolicyResult:
-        """Send requests until all are answered or `stop` is called, and call `look` regularly.
+        """Send requests until all are answered or `stop` is called, and call `look` every `CHECK_SECONDS` seconds.
 
         This method can be called once. Raises the exception that ended the consumer, and `ConfigError` for a request that the
         dialect cannot express.

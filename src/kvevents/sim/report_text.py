@@ -104,7 +104,7 @@ class Judgement(NamedTuple):
 
 
 def judge(runs: Runs) -> Judgement | None:
-    """Return whether events pay, or None unless both a policy with events and a policy without events were run."""
+    """Return whether events pay; None if no policy with events was run, or no policy without events."""
     subject = next((name for name in runs if name in POLICIES and needs_events(name)), None)
     rivals = [name for name in POLICIES if name in runs and not needs_events(name)]
     if subject is None or not rivals:

@@ -118,7 +118,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class StreamResult(Struct, frozen=True, kw_only=True):
-    """The status and counters of a subscriber about one worker's stream."""
+    """The status and counters of one worker's stream at the subscriber."""
 
     source: str
     rank: int

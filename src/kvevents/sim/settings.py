@@ -20,7 +20,7 @@ from kvevents.wire import Dialect, resolve_dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096
-"""Maximum number of workers, which is engines times ranks. With sockets, a worker needs some file descriptors and a thread."""
+"""Maximum number of workers, which is engines times ranks. With sockets, each worker needs file descriptors and a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Speed and cache size of the engines: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
     llama-3.1-70b-4xh100, or a JSON file of your own."""
     block_size: Positive = 16
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     blocks: Positive | None = None
     """GPU blocks of each rank (default: as many as the preset has memory for)."""
     host_blocks: int = 0
-    """Blocks of each rank in host memory."""
+    """Number of blocks of each rank in host memory."""
     window: Positive | None = None
-    """Tokens of the sliding window of a hybrid model (default: a model with full attention only)."""
+    """Number of tokens in the sliding window of a hybrid model (default: a model with full attention only)."""
     max_num_seqs: Positive = 256
-    """Sequences that run side by side on a rank."""
+    """Maximum number of concurrent sequences on a rank."""
     max_num_batched_tokens: Positive = 8192
     """Maximum number of tokens that a step computes."""
     dialect: Name = "vllm-latest"

@@ -30,7 +30,7 @@ class StepLimits(Settings, frozen=True):
     """Limits of one step. Raises `ConfigError`."""
 
     max_num_seqs: Positive = 256
-    """Maximum number of sequences that run side by side (vLLM's `--max-num-seqs`)."""
+    """Maximum number of concurrent sequences (vLLM's `--max-num-seqs`)."""
     max_num_batched_tokens: Positive = 8192
     """Maximum number of tokens of one step (vLLM's `--max-num-batched-tokens`; the default of a server on an H100)."""
 
@@ -157,7 +157,7 @@ class SimulatedEngine:
         return job
 
     def jobs(self) -> list[Job]:
-        """Return all jobs that are not finished. This can be called during a step."""
+        """Return all jobs that are not finished. The call is allowed during a step."""
         return [*self._decoding, *self._prefilled, *self._prefilling, *self._waiting, *self._step.refused]
 
     def reset(self) -> None:

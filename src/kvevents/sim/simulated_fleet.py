@@ -1,8 +1,8 @@
 """A fleet of engines with routers and requests, in virtual time or in real time.
 
 One thread runs the engines and the routers, action by action on a `Timeline`. In virtual time, events are encoded, and applied
-to an index `event_delay` seconds later. In real time, sockets carry them. A router has the information that a real router has:
-the index, its own decisions, and the answers to its own requests.
+to an index `event_delay` seconds later. In real time, events pass through sockets. A router has the information that a real
+router has: the index, its own decisions, and the answers to its own requests.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def simulate(
     """Run a fleet in virtual time under the policy `name`.
 
     `chosen`, if not None, is a function that creates a policy from a seed, and replaces the policy `name`. `progress` is called
-    regularly. Equal arguments give equal results.
+    after every `PROGRESS_EVERY` requests. Equal arguments give equal results.
     """
     timeline = Timeline()
     audit = Audit(PrefixIndex(clock=lambda: timeline.now))

@@ -198,7 +198,7 @@ def zipf_weights(count: int, exponent: float) -> list[float]:
 
 
 class SharedPrompts(Traffic, frozen=True, kw_only=True):
-    """Single questions of many users, each after one of a few long system prompts with Zipf popularity.
+    """Single questions of many users, each after one of a few long system prompts whose popularity follows Zipf's law.
 
     Answers are as long as those of Mooncake's conversation trace. All other defaults are guesses.
     """
@@ -270,12 +270,12 @@ class Agents(Traffic, frozen=True, kw_only=True):
     popularity: ZipfExponent = 1.0
     """Zipf exponent of the kinds: 0 makes all equally popular."""
     schema: Lengths = Lengths(8_000, 0.5, 1_000, 30_000)
-    """Tokens of the instructions and tool schemas of a kind."""
+    """Number of tokens in the instructions and tool schemas of a kind."""
     task: Lengths = Lengths(400, 1.0, 20, 10_000)
     call: Lengths = Lengths(160, 0.8, 10, 4_000)
-    """Tokens of an answer: reasoning and tool call."""
+    """Number of tokens in an answer: reasoning and tool call."""
     result: Lengths = Lengths(500, 1.2, 20, 12_000)
-    """Tokens of a tool's result or a sub-agent's report."""
+    """Number of tokens in a tool's result or a sub-agent's report."""
     turns: MeanTurns = 20.0
     """Mean number of turns."""
     tool: Lengths = Lengths(2, 1.0, 1, 120)
@@ -352,7 +352,7 @@ class Chat(Traffic, frozen=True, kw_only=True):
     popularity: ZipfExponent = 1.0
     """Zipf exponent of the apps: 0 makes all equally popular."""
     preamble: Annotated[int, Range()] = 0
-    """Tokens of a common beginning of all system prompts, for example an operator's rules."""
+    """Number of tokens with which all system prompts begin, for example an operator's rules."""
     system: Lengths = Lengths(1_200, 0.7, 100, 8_000)
     user: Lengths = Lengths(120, 1.2, 4, 8_000)
     answer: Lengths = Lengths(350, 0.6, 1, 2_000)

@@ -32,9 +32,7 @@ def to_next_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
 
 
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
-    """Return the batches of a tape.
-
-    Of a recording, return the batches of the first stream; if `run` is not None, of the first stream in this run.
+    """Return the batches of a tape. For a recording, these are the batches of the first stream (in `run`, unless it is None).
 
     Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without this stream.
     """

@@ -278,7 +278,7 @@ class IndexBuild:
         return reader
 
     async def _read(self, partition: int, tail: Tail) -> None:
-        """Read one partition until reading cannot continue. Pause while too many received pages wait."""
+        """Read one partition until reading cannot continue. Pause while `MAX_QUEUED_BYTES` of pages wait."""
         subscriber = self.subscriber
         while True:
             reader = self._create_reader(partition, tail, lambda came: subscriber.put(partition, came))
@@ -340,7 +340,7 @@ class IndexBuild:
         Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
         """
         subscriber = self.subscriber
-        # The follower's thread writes it, so that degraded reasons and index have the same state.
+        # The follower's thread writes it, so that the degraded reasons and the index are from the same moment.
         pending = self._submit(
             lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
         )
@@ -419,7 +419,7 @@ class Snapshotter:
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 
     async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write a snapshot if it is this replica's turn. An error is reported in `fault`. The next interval retries."""
+        """Write a snapshot if it is this replica's turn. After an error, which `fault` reports, the next interval retries."""
         try:
             if not await self._is_new_enough(partition, snapshots, build):
                 if self._consistency.write_fault:  # without permission for digests, snapshots are forbidden too
