@@ -18,7 +18,7 @@ from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
 from kvevents.service.discovery.provider import Finding, Provider, SourceTable
 from kvevents.service.discovery.runner import EngineDiscovery, MergedFindings, ProviderRunner, merge_findings
-from kvevents.service.fleet.registration import Key, Registration, Scope
+from kvevents.service.fleet.registration import Registration, Scope, StreamKey
 from kvevents.service.settings import EngineSources
 
 
@@ -115,7 +115,7 @@ class Target:
     adapters: frozenset[Scope] = frozenset()
     unready_sources: Mapping[str, str] = field(default_factory=dict)
     is_discovery_complete: bool = False
-    follow_errors: dict[Key, str] = field(default_factory=dict)
+    follow_errors: dict[StreamKey, str] = field(default_factory=dict)
     replaced: list[tuple[str, str]] = field(default_factory=list)
 
     def replace_registrations(self, _origin: str, _registrations: object, _resume: object, /) -> list[str]:

@@ -20,7 +20,7 @@ from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import POLICIES, Decision, EngineLoad, Load, NoWorkerError, Router, Worker, policy
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
-from kvevents.routing.router import HALF_LIFE
+from kvevents.routing.router import HALF_LIFE_SECONDS
 from kvevents.stream import Trust
 from kvevents.testing import VirtualClock
 
@@ -180,7 +180,7 @@ def test_a_new_worker_does_not_draw_every_prompt() -> None:
     router.add(C)
     assert router.load(C) == Load()
     assert spread(router) == {A: 30, B: 30, C: 30}
-    now[0] = HALF_LIFE
+    now[0] = HALF_LIFE_SECONDS
     assert spread(router) == {C: 90}
     router = router_of(A, B, C)
     assert len(spread(router)) == 3, "workers that are added together begin without load"

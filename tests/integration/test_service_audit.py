@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.service.access import REFUSALS_PER_SECOND, AuditLog
+from kvevents.service.access import LOGGED_REFUSALS_PER_SECOND, AuditLog
 from kvevents.testing import VirtualClock
 from service_cases import Client, serving, wait_for, write
 
@@ -51,13 +51,13 @@ def test_refused_requests_cannot_fill_the_disk(caplog: pytest.LogCaptureFixture)
     clock = VirtualClock(1000)
     audit = AuditLog(clock)
     with caplog.at_level(logging.INFO):
-        for _ in range(3 * REFUSALS_PER_SECOND):
+        for _ in range(3 * LOGGED_REFUSALS_PER_SECOND):
             audit.log_refusal("GET /dump", caller="anonymous", peer="10.0.0.1:1", reason="a token is required")
-        assert len(caplog.records) == REFUSALS_PER_SECOND
+        assert len(caplog.records) == LOGGED_REFUSALS_PER_SECOND
         clock.advance(1)
         audit.log_refusal("GET /dump", caller="anonymous", peer="10.0.0.1:1", reason="a token is required")
-    assert [record.message for record in caplog.records[REFUSALS_PER_SECOND:]] == [
-        f"{2 * REFUSALS_PER_SECOND} more refused requests were not logged",
+    assert [record.message for record in caplog.records[LOGGED_REFUSALS_PER_SECOND:]] == [
+        f"{2 * LOGGED_REFUSALS_PER_SECOND} more refused requests were not logged",
         "refused GET /dump by anonymous client=10.0.0.1:1: a token is required",
     ]
 

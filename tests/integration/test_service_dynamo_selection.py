@@ -11,7 +11,7 @@ import pytest
 from kvevents.index import local_hashes
 from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.dynamo_selection import worker_id
-from kvevents.service.selection_cache import MAX_SECONDS, MAX_SELECTIONS, PendingSelection, SelectionCache
+from kvevents.service.selection_cache import MAX_AGE_SECONDS, MAX_SELECTIONS, PendingSelection, SelectionCache
 from service_cases import BLOCK, MODEL, Client, Service, engines, prompt, serving, wait_for
 
 HELD = 128
@@ -330,7 +330,7 @@ def test_pending_selections_are_bounded() -> None:
     cache.add("a", pending())
     assert cache.get(scope, "a") == pending()
     assert cache.get(Scope("other"), "a") is None
-    now[0] = MAX_SECONDS + 1
+    now[0] = MAX_AGE_SECONDS + 1
     assert cache.get(scope, "a") is None
     for number in range(MAX_SELECTIONS + 10):
         cache.add(str(number), pending())

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service.data_plane import Answers, Counts, HistogramCounts, PathCounts
-from kvevents.service.exposition import STATES, exposition
+from kvevents.service.data_plane import AnswerCounts, DataPlaneCounts, HistogramCounts, PathCounts
+from kvevents.service.exposition import STATES, format_metrics
 from kvevents.service.fleet import fleet
 from kvevents.service.fleet.member import Member, SourceFault
 from kvevents.service.fleet.registration import Registration
@@ -59,7 +59,7 @@ def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
     """Return all samples by name and labels, each of which occurs once."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
-        for family in text_string_to_metric_families(exposition(service).decode())
+        for family in text_string_to_metric_families(format_metrics(service).decode())
         for sample in family.samples
     ]
     assert len(dict(found)) == len(found)
@@ -114,7 +114,7 @@ def test_unknown_media_are_counted_as_other(service: Service) -> None:
     store(service, register(service), "GPU", "CPU", "PMEM", "TAPE")
     tiers = {tier: value(service, "kvevents_index_tier_blocks", tier=tier) for tier in ("gpu", "cpu", "disk", "other")}
     assert tiers == {"gpu": 1, "cpu": 1, "disk": 0, "other": 2}
-    assert b"PMEM" not in exposition(service)
+    assert b"PMEM" not in format_metrics(service)
 
 
 # --- reasons -----------------------------------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ def test_every_source_that_is_not_exact_has_a_reason(
 
 def test_requests_and_lookups_are_those_of_the_data_plane(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = HistogramCounts([0, 1, 1, *[0] * 9, 1], 3.0004)
-    answers = Answers(
+    answers = AnswerCounts(
         lookups=3,
         hits=2,
         depth=HistogramCounts([1, 0, 0, 1, 0, 0, 0, 0, 0], 0.5),
         requests={"/query": PathCounts({200: 2, 404: 1}, seconds)},
     )
-    monkeypatch.setattr(service.data_plane, "counts", lambda: Counts(answers))
+    monkeypatch.setattr(service.data_plane, "counts", lambda: DataPlaneCounts(answers))
     for name, wanted, count in (
         ("kvevents_http_requests_total", {"path": "/query", "status": "200"}, 2),
         ("kvevents_http_request_duration_seconds_count", {"path": "/query"}, 3),
@@ -254,7 +254,7 @@ def test_only_the_first_sources_have_series_of_their_own() -> None:
         for number in range(1_500):
             register(service, f"engine-{number:04}.inference.svc.cluster.local:5557")
         refresh_fleet(service)
-        assert len(exposition(service)) < 1_000_000
+        assert len(format_metrics(service)) < 1_000_000
         most = service.settings.limits.max_metric_sources
         engines = {dict(values)["engine"] for name, values in samples(service) if name == "kvevents_source_batches_total"}
         assert engines == {f"engine-{number:04}.inference.svc.cluster.local:5557" for number in range(most)}

@@ -12,7 +12,7 @@ import pytest
 
 from kvevents.client.reasons import Reason
 from kvevents.errors import ConfigError
-from kvevents.service.exposition import exposition
+from kvevents.service.exposition import format_metrics
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
@@ -166,7 +166,7 @@ def test_a_service_that_is_ending_is_not_ready() -> None:
         assert readiness(service)[0]
         service.is_ending = True
         assert readiness(service) == (False, "the service is ending")
-        assert b"kvevents_ready 0" in exposition(service)
+        assert b"kvevents_ready 0" in format_metrics(service)
 
 
 @pytest.mark.parametrize("ready", [{"expected": -1}, {"grace_seconds": -1}, {"grace_seconds": 1e9}])

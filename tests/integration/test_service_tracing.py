@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.service.fleet.registration import Registration
-from kvevents.service.http.app import MAX_PATH, App, find_tracer
+from kvevents.service.http.app import MAX_PATH_CHARACTERS, App, find_tracer
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service
@@ -180,7 +180,7 @@ def test_span_names_are_bounded(
     assert ask(App(service), method, path).status == status
     span, attributes = read_only_span(spans)
     assert (span.name, attributes["http.response.status_code"], attributes.get("http.route")) == (name, status, route)
-    assert len(attributes["url.path"]) <= MAX_PATH
+    assert len(attributes["url.path"]) <= MAX_PATH_CHARACTERS
     assert attributes["http.request.method"] in {"GET", "POST", "_OTHER"}
     assert span.status.status_code is trace.StatusCode.UNSET
 

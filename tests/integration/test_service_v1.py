@@ -21,7 +21,7 @@ from discovery_fetch_cases import Engine as Web
 from kvevents.client.schemas import MatchManyRequest
 from kvevents.service.access import Client
 from kvevents.service.errors import ServiceError, UnavailableError
-from kvevents.service.fleet.event_bus import MAX_STORED, EventBus, LossEvent
+from kvevents.service.fleet.event_bus import MAX_EVENTS, EventBus, LossEvent
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Decoders, Headers, HttpRequest
 from kvevents.service.service import Service as ServiceInProcess
@@ -753,11 +753,11 @@ async def test_a_slow_client_receives_the_number_of_missed_events() -> None:
     """This tests the bus, because filling the buffers of sockets takes tens of thousands of events."""
     event_bus = EventBus()
     with event_bus.subscribe() as slow, event_bus.subscribe() as fast:
-        for number in range(MAX_STORED + 5):
+        for number in range(MAX_EVENTS + 5):
             event_bus.publish(loss(number))
             assert await fast.get(1) == loss(number)
         assert await slow.get(1) == 5
-        assert [await slow.get(1) for _ in range(MAX_STORED)] == [loss(number) for number in range(5, MAX_STORED + 5)]
+        assert [await slow.get(1) for _ in range(MAX_EVENTS)] == [loss(number) for number in range(5, MAX_EVENTS + 5)]
         event_bus.publish(loss(-1))
         assert await slow.get(1) == loss(-1)
         assert await slow.get(0.001) is None
@@ -780,7 +780,7 @@ async def test_events_continue_after_the_id_of_the_last_one() -> None:
     for last_id in (None, f"{name}-4", f"{name}-{10**18}"):
         with event_bus.subscribe(last_id) as later:
             assert await later.get(0.001) is None
-    for number in range(4, MAX_STORED + 6):
+    for number in range(4, MAX_EVENTS + 6):
         event_bus.publish(loss(number))
     with event_bus.subscribe(after_one) as late:
         assert await late.get(1) == 5
@@ -791,7 +791,7 @@ async def test_a_client_whose_filters_nothing_passes_receives_comments_with_ids(
     monkeypatch.setattr(v1, "HEARTBEAT_SECONDS", 0.05)
     event_bus = EventBus()
     with event_bus.subscribe() as subscription:
-        events = v1._events(subscription, {"instance": "another"})
+        events = v1._encode_events(subscription, {"instance": "another"})
         first = await anext(events)
 
         async def publish() -> None:

@@ -18,7 +18,7 @@ from typing import Final
 from kvevents.backoff import Backoff, apply_jitter
 from kvevents.prometheus import require_prometheus
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
-from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSettings, Readings, ReportedLoad, check_load_url
+from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSettings, RankLoad, ReportedLoad, check_load_url
 
 _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 2.0
@@ -28,10 +28,10 @@ _IDLE_INTERVALS: Final = 4
 _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 
-class _Target:
+class _PolledServer:
     def __init__(self, url: str) -> None:
         self.url: Final = url
-        self.ranks: list[Readings] = []
+        self.ranks: list[RankLoad] = []
         self.task: asyncio.Task[None]
 
     def store(self, body: bytes, now: float) -> str:
@@ -55,19 +55,19 @@ class LoadPoller:
     def __init__(self, settings: LoadSettings) -> None:
         require_prometheus("the load of vLLM needs")
         self._settings: Final = settings
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, _PolledServer] = {}
         self._slots: Final = asyncio.Semaphore(settings.at_once)
         self._http: HttpConnections | None = None
 
-    def add(self, readings: Readings) -> None:
+    def add(self, readings: RankLoad) -> None:
         """Poll the URL of a source, and store the load of the source's rank from each answer."""
         url = check_load_url(readings.source.endpoint)
         if url not in self._targets:
-            target = self._targets[url] = _Target(url)
+            target = self._targets[url] = _PolledServer(url)
             target.task = asyncio.get_running_loop().create_task(self._poll(target))
         self._targets[url].ranks.append(readings)
 
-    def remove(self, readings: Readings) -> None:
+    def remove(self, readings: RankLoad) -> None:
         """Stop polling for a rank. Does nothing if the rank is unknown."""
         url = check_load_url(readings.source.endpoint)
         target = self._targets.get(url)
@@ -87,7 +87,7 @@ class LoadPoller:
         if self._http is not None:
             await self._http.close()
 
-    async def _poll(self, target: _Target) -> None:
+    async def _poll(self, target: _PolledServer) -> None:
         pause, former_fault = self._settings.poll_seconds, ""
         backoff = Backoff(initial=pause, maximum=max(pause, MAX_PAUSE_SECONDS))
         try:
@@ -109,7 +109,7 @@ class LoadPoller:
             for readings in target.ranks:  # a lasting fault would exclude the engine permanently
                 readings.silence = ""
 
-    async def _request(self, target: _Target) -> str:
+    async def _request(self, target: _PolledServer) -> str:
         """Request one answer and store its loads. Return the fault, or an empty text."""
         try:
             if self._http is None:

@@ -35,16 +35,16 @@ MAX_METRICS_BYTES: Final = 4 << 20
 MAX_SERIES: Final = 4_096
 """Maximum number of time series about load in one answer. Each rank has a few time series."""
 METRICS_PATH: Final = "/metrics"
-_CACHE_INFO: Final = "vllm:cache_config_info"
+_CACHE_INFO_METRIC: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
-"""Labels of `_CACHE_INFO` that are read. Parsing all labels of that metric takes three times as long as all other series."""
+"""Labels of `_CACHE_INFO_METRIC` that are read. Parsing all its labels takes three times as long as all other series."""
 
 
 class LoadError(ExternalError):
     """An answer from which no load can be read. The message says what is wrong with the answer, as the end of a sentence."""
 
 
-class _Names(NamedTuple):
+class _MetricNames(NamedTuple):
     running: str
     waiting: str
     rank: str
@@ -59,14 +59,14 @@ class _Names(NamedTuple):
     """A metric with the labels `num_gpu_blocks` and `block_size`, whose product is the capacity."""
 
 
-_VLLM: Final = _Names(
+_VLLM: Final = _MetricNames(
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "engine",
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    cache_info=_CACHE_INFO,
+    cache_info=_CACHE_INFO_METRIC,
 )
-_SGLANG: Final = _Names(
+_SGLANG: Final = _MetricNames(
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
     "dp_rank",
@@ -74,20 +74,20 @@ _SGLANG: Final = _Names(
     used="sglang:num_used_tokens",
     capacity="sglang:max_total_num_tokens",
 )
-_ENGINES: Final = (_VLLM, _SGLANG)
+_NAMES_OF_ENGINES: Final = (_VLLM, _SGLANG)
 
 
 def _list_names() -> Iterable[str]:
-    for names in _ENGINES:
+    for names in _NAMES_OF_ENGINES:
         optional = (names.used, names.capacity, names.cache_info)
         yield from (names.running, names.waiting, *names.usage, *(name for name in optional if name is not None))
 
 
-_LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _list_names()))
+_METRIC_LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _list_names()))
 """Matches lines of metrics about load. All other lines, which are more than nine tenths of an answer, are not parsed."""
 
 
-class _Series(NamedTuple):
+class _Sample(NamedTuple):
     labels: Mapping[str, str]
     value: float
 
@@ -100,7 +100,7 @@ class _ServerLoad(msgspec.Struct):
 class ReportedLoad:
     """The load of the ranks in one answer of an engine's HTTP server."""
 
-    def __init__(self, series: Mapping[str, list[_Series]], server_load: int | None = None) -> None:
+    def __init__(self, series: Mapping[str, list[_Sample]], server_load: int | None = None) -> None:
         self._series: Final = series
         self._server_load: Final = server_load
 
@@ -112,21 +112,21 @@ class ReportedLoad:
         """
         if body.lstrip()[:1] == b"{":
             return cls({}, _parse_server_load(body))
-        lines: list[tuple[bytes, bytes]] = _LINES.findall(b"\n" + body)
+        lines: list[tuple[bytes, bytes]] = _METRIC_LINES.findall(b"\n" + body)
         if len(lines) > MAX_SERIES:
             raise LoadError(f"has more than {MAX_SERIES} series of load")
-        infos = [fields.decode(errors="replace") for name, fields in lines if name == _CACHE_INFO.encode()]
-        others = [name + fields for name, fields in lines if name != _CACHE_INFO.encode()]
-        series = {_CACHE_INFO: [_Series(dict(_CAPACITY_LABELS.findall(info)), 1.0) for info in infos]}
+        infos = [fields.decode(errors="replace") for name, fields in lines if name == _CACHE_INFO_METRIC.encode()]
+        others = [name + fields for name, fields in lines if name != _CACHE_INFO_METRIC.encode()]
+        series = {_CACHE_INFO_METRIC: [_Sample(dict(_CAPACITY_LABELS.findall(info)), 1.0) for info in infos]}
         for name, labels, value in _parse_metrics(b"\n".join(others)):
-            series.setdefault(name, []).append(_Series(labels, value))
+            series.setdefault(name, []).append(_Sample(labels, value))
         return cls(series)
 
     def of_rank(self, rank: int) -> EngineLoad:
         """Return the load of a data-parallel rank. If there is only one rank, its number is ignored. Raises `LoadError`."""
         if self._server_load is not None:
             return EngineLoad(running=self._server_load, waiting=0, used_tokens=0, max_tokens=0)
-        names = next((names for names in _ENGINES if {names.running, names.waiting} & self._series.keys()), None)
+        names = next((names for names in _NAMES_OF_ENGINES if {names.running, names.waiting} & self._series.keys()), None)
         if names is None:
             raise LoadError(f"has no {_VLLM.running} and no {_SGLANG.running}")
         running, waiting = self._value_of(names, names.running, rank), self._value_of(names, names.waiting, rank)
@@ -143,7 +143,7 @@ class ReportedLoad:
             rank=rank,
         )
 
-    def _capacity_of(self, names: _Names, rank: int) -> float:
+    def _capacity_of(self, names: _MetricNames, rank: int) -> float:
         if names.capacity is not None:
             return self._value_of(names, names.capacity, rank) or 0.0
         for row in self._series_of(names, names.cache_info or "", rank):
@@ -152,11 +152,11 @@ class ReportedLoad:
                 return float(blocks) * float(size)
         return 0.0
 
-    def _value_of(self, names: _Names, name: str, rank: int) -> float | None:
+    def _value_of(self, names: _MetricNames, name: str, rank: int) -> float | None:
         """Return the value of a metric for a rank; the largest value if the rank has several series."""
         return max((row.value for row in self._series_of(names, name, rank)), default=None)
 
-    def _series_of(self, names: _Names, name: str, rank: int) -> list[_Series]:
+    def _series_of(self, names: _MetricNames, name: str, rank: int) -> list[_Sample]:
         ranks = {row.labels.get(names.rank) for row in self._series.get(names.running, ())}
         labels = ranks if len(ranks) == 1 else {str(rank)}
         return [row for row in self._series.get(name, ()) if row.labels.get(names.rank) in labels]
@@ -296,7 +296,7 @@ class LoadReading(Struct, frozen=True):
     """Why a server has stopped answering; empty if it answers, or if it has never answered."""
 
 
-class Readings:
+class RankLoad:
     """The newest load of one rank. One thread writes the object, and any thread reads it: a field is replaced as a whole."""
 
     def __init__(self, source: LoadSource, on_load: OnLoad | None = None) -> None:

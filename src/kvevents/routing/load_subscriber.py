@@ -23,7 +23,7 @@ import zmq
 from kvevents.closeable import Closeable
 from kvevents.endpoints import needs_ipv6
 from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
-from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, Readings, is_load_url
+from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, RankLoad, is_load_url
 from kvevents.routing.policy_types import Worker
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.zeromq.name_resolver import Lookup, NameResolver, has_name
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _MESSAGES_PER_TURN: Final = 64
 """Maximum number of messages that are read from one stream before the other streams have their turn."""
-_OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
+_SOCKET_OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
 _DEFAULT_SETTINGS: Final = LoadSettings()
 
 
-class _Stream(Readings):
+class _LoadStream(RankLoad):
     """The load stream of one engine. Only the subscriber's thread changes this object."""
 
     def __init__(
@@ -60,7 +60,7 @@ class _Stream(Readings):
         self._address = ""
         self._attempts = 0
 
-    def connect(self, names: NameResolver[_Stream], now: float) -> None:
+    def connect(self, names: NameResolver[_LoadStream], now: float) -> None:
         """If the stream is silent, connect to the next address of its host name. `names` runs the lookup."""
         if now < self._resolve_at:
             return
@@ -121,13 +121,13 @@ class LoadSubscriber(Closeable):
         self._on_load: Final = on_load
         with endpoint_errors("load", "cannot open a context for load streams"):
             self._context: Final = private_context()
-        self._readings: dict[Worker, Readings] = {}
+        self._readings: dict[Worker, RankLoad] = {}
         self._poller: LoadPoller | None = None
         self._lock: Final = threading.Lock()
         self._loop: Final = asyncio.new_event_loop()
         self._has_ended: Final = asyncio.Event()
-        self._streams: Final = set[_Stream]()
-        self._names: Final = NameResolver[_Stream](self._watch_names)
+        self._streams: Final = set[_LoadStream]()
+        self._names: Final = NameResolver[_LoadStream](self._watch_names)
         self._thread: Final = threading.Thread(target=self._run, name="kvevents-load", daemon=True)
         try:
             for source in sources:
@@ -140,7 +140,7 @@ class LoadSubscriber(Closeable):
     def add(self, source: LoadSource) -> None:
         """Follow the load of a worker. A new source replaces the worker's former source. Raises `EndpointError`."""
         is_polled = is_load_url(source.endpoint)
-        readings = Readings(source, self._on_load) if is_polled else self._connect(source)
+        readings = RankLoad(source, self._on_load) if is_polled else self._connect(source)
         with self._lock:
             if is_polled and self._poller is None:
                 from kvevents.routing.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
@@ -151,19 +151,19 @@ class LoadSubscriber(Closeable):
             self._run_in_thread(self._end, former)
             self._run_in_thread(self._begin, readings)
 
-    def _connect(self, source: LoadSource) -> _Stream:
+    def _connect(self, source: LoadSource) -> _LoadStream:
         with contextlib.ExitStack() as undo:
             security = secure_sockets(self._context, source.curve, source.endpoint)
             if security is not None:
                 undo.callback(security.close)
-            socket = open_source_socket(self._context, zmq.SUB, source.endpoint, _OPTIONS, security, is_private=True)
+            socket = open_source_socket(self._context, zmq.SUB, source.endpoint, _SOCKET_OPTIONS, security, is_private=True)
             undo.callback(socket.close, linger=0)
-            socket.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
+            socket.set(zmq.RCVHWM, _SOCKET_OPTIONS.receive_hwm)
             socket.set(zmq.SUBSCRIBE, source.topic.encode())
             if not has_name(source.endpoint):
                 connect_or_bind(socket, source.endpoint, bind=False)
             undo.pop_all()
-        return _Stream(source, socket, security, self._on_load, self._settings.resolve_seconds)
+        return _LoadStream(source, socket, security, self._on_load, self._settings.resolve_seconds)
 
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load. Does nothing if the worker is unknown."""
@@ -217,15 +217,15 @@ class LoadSubscriber(Closeable):
         if self._poller is not None:
             await self._poller.close()
 
-    def _resolve(self, streams: Iterable[_Stream]) -> None:
+    def _resolve(self, streams: Iterable[_LoadStream]) -> None:
         for stream in list(streams):
             stream.connect(self._names, time.monotonic())
 
-    def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_Stream]]) -> None:
+    def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_LoadStream]]) -> None:
         self._loop.add_reader(end, lambda: self._resolve(take_resolved()))
 
-    def _begin(self, readings: Readings) -> None:
-        if isinstance(readings, _Stream):
+    def _begin(self, readings: RankLoad) -> None:
+        if isinstance(readings, _LoadStream):
             self._streams.add(readings)
             self._loop.add_reader(readings.socket.fileno(), self._receive, readings)
             self._resolve([readings])
@@ -233,13 +233,13 @@ class LoadSubscriber(Closeable):
         elif self._poller is not None:
             self._poller.add(readings)
 
-    def _receive(self, stream: _Stream) -> None:
+    def _receive(self, stream: _LoadStream) -> None:
         # The file descriptor is edge-triggered: it only reports new messages, so all messages are read before the next wait.
         if not stream.socket.closed and stream.receive(time.monotonic()):
             self._loop.call_soon(self._receive, stream)
 
-    def _end(self, readings: Readings | None) -> None:
-        if isinstance(readings, _Stream):
+    def _end(self, readings: RankLoad | None) -> None:
+        if isinstance(readings, _LoadStream):
             self._loop.remove_reader(readings.socket.fileno())
             self._streams.discard(readings)
             self._names.forget(readings)
@@ -251,7 +251,7 @@ class LoadSubscriber(Closeable):
         with self._lock:
             self._loop.close()
             for readings in self._readings.values():
-                if isinstance(readings, _Stream):
+                if isinstance(readings, _LoadStream):
                     readings.close()
         self._context.destroy(linger=0)
         self._names.close()

@@ -168,7 +168,7 @@ class LeastLoaded:
 # --- session-affinity
 
 _MASK: Final = (1 << 64) - 1
-_CACHED_WORKERS: Final = 16_384
+_MAX_CACHED_WORKERS: Final = 16_384
 """Number of workers whose hashes are cached: four times the number that a service follows by default."""
 
 
@@ -227,7 +227,7 @@ def _hash(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-@lru_cache(_CACHED_WORKERS)
+@lru_cache(_MAX_CACHED_WORKERS)
 def _hash_worker(worker: Worker) -> int:
     source, rank = worker
     return _hash(b"%d:%s" % (rank, source.encode("utf-8", "surrogatepass")))

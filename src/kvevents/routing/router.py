@@ -23,7 +23,7 @@ MAX_IN_FLIGHT: Final = 65_536
 """Default limit of requests in flight: four times 64 workers with 256 requests each. A request takes about 250 bytes."""
 EXPIRY_SECONDS: Final = 300.0
 """Default number of seconds after which a request counts as finished although its end was not reported."""
-HALF_LIFE: Final = 10.0
+HALF_LIFE_SECONDS: Final = 10.0
 """Half-life, in seconds, of the initial load of a new worker."""
 MAX_HALVINGS: Final = 16
 """Number of halvings after which the initial load no longer counts."""
@@ -32,7 +32,7 @@ MAX_HALVINGS: Final = 16
 class _WorkerLoad:
     """The load of a worker. Requests of a removed worker do not change the load of a new worker with the same name.
 
-    A worker that is added while other workers have requests begins with their mean load, which is halved every `HALF_LIFE`.
+    A worker that is added while others have requests begins with their mean load, which is halved every `HALF_LIFE_SECONDS`.
     If it began with no load, it would get every prompt until it had as many requests as the others had when it was added.
     """
 
@@ -59,7 +59,7 @@ class _WorkerLoad:
     def current_load(self, reading: EngineLoad | None, now: float) -> Load:
         """Return the engine's report plus the requests sent since then; without a report, the router's own count."""
         load = self.load if reading is None else self._combine(reading)
-        halvings = int((now - self._added_at) / HALF_LIFE)
+        halvings = int((now - self._added_at) / HALF_LIFE_SECONDS)
         if self._initial is IDLE or halvings > MAX_HALVINGS:
             return load
         return Load(*(own + (initial >> halvings) for own, initial in zip(astuple(load), astuple(self._initial), strict=True)))
@@ -194,7 +194,7 @@ class Router:
       `overlay_seconds`, or until events confirm it.
     - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as
       finished `expiry_seconds` after it was routed, since callers may forget `finish`, which `request` always calls.
-    - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
+    - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE_SECONDS`.
     - Without `whole_prompt` the last token of a prompt is not looked up, since engines recompute it with its block.
 
     Raises `ConfigError`.
@@ -390,7 +390,7 @@ class Router:
             if worker in without:
                 continue
             load = entry.current_load(engine_load(worker) if engine_load else None, now)
-            tokens, tiers, uncertain = matches.get(worker, _NOTHING)
+            tokens, tiers, uncertain = matches.get(worker, _NO_MATCH)
             report = "EXACT" if trust is None else trust(worker)
             inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers
             # An idle engine has not proven its replay endpoint yet, but no event contradicts it.
@@ -399,4 +399,4 @@ class Router:
         return candidates
 
 
-_NOTHING: Final[tuple[int, Mapping[str, int], int]] = (0, {}, 0)
+_NO_MATCH: Final[tuple[int, Mapping[str, int], int]] = (0, {}, 0)

@@ -25,7 +25,7 @@ TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
 }
 """Maps each trust state to the factor for the cached tokens of a worker."""
 
-_DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
+_DISTANCE_BY_STATE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
 """Maps trust states to the distance of a worker; see `distance_of`."""
 DISTANCE_SILENT: Final = 1
 """Distance of a worker whose stream is connected but whose server does not answer."""
@@ -35,7 +35,7 @@ DISTANCE_LOST: Final = 2
 
 def distance_of(state: str) -> int:
     """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost, 0 for an unknown state."""
-    return _DISTANCE.get(state, 0)
+    return _DISTANCE_BY_STATE.get(state, 0)
 
 
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:

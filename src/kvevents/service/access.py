@@ -186,10 +186,10 @@ class Client(NamedTuple):
     """Address of the client."""
 
 
-REFUSALS_PER_SECOND: Final = 10
+LOGGED_REFUSALS_PER_SECOND: Final = 10
 """Maximum number of refused requests logged per second. Further requests are only counted: no client can fill the disk."""
 
-MAX_REASON: Final = 800
+MAX_REASON_CHARACTERS: Final = 800
 """Maximum number of characters of a reason in the log, because a reason can quote the request."""
 
 
@@ -207,15 +207,15 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a refused request, or only count it if `REFUSALS_PER_SECOND` requests were logged in the current second."""
+        """Log a refused request, or only count it if `LOGGED_REFUSALS_PER_SECOND` requests were logged in this second."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:
                 log.warning("%d more refused requests were not logged", self._suppressed)
             self._second, self._logged, self._suppressed = second, 0, 0
-        if self._logged >= REFUSALS_PER_SECOND:
+        if self._logged >= LOGGED_REFUSALS_PER_SECOND:
             self._suppressed += 1
             return
         self._logged += 1
         text = reason if reason.isprintable() else ascii(reason)
-        log.warning("refused %s by %s client=%s: %s", request, caller, peer, text[:MAX_REASON])
+        log.warning("refused %s by %s client=%s: %s", request, caller, peer, text[:MAX_REASON_CHARACTERS])

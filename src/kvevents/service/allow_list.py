@@ -44,12 +44,12 @@ _FORBIDDEN_NETWORKS: Final = tuple(
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 _PORT: Final = r"[1-9][0-9]{0,4}"
-_LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
+_LOCATION_PATTERN: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
 """Matches a host and its port, and in patterns also a network and a range of ports."""
-_LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
-_NUMERIC_HOST: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
+_LABEL_PATTERN: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
+_NUMERIC_HOST_PATTERN: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Matches a host whose last label is a number. `inet_aton` and WHATWG's URL standard read such hosts as IPv4 addresses."""
-_FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
+_ENDPOINT_FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
 _NO_PATTERN: Final = "no pattern of the allow-list covers"
 
 
@@ -61,7 +61,7 @@ class EndpointRefusedError(ServiceError):
         super().__init__(f"endpoint {text!r} is refused: {reason}", "endpoint-refused", hint)
 
 
-class _Target(NamedTuple):
+class _TcpEndpoint(NamedTuple):
     host: str
     """Host name in lower case, without a final dot."""
     port: int
@@ -77,7 +77,7 @@ class _TcpPattern(NamedTuple):
     """A host name, or a suffix of host names that begins with a dot; empty if the pattern is for a network."""
     ports: range
 
-    def has_name(self, target: _Target) -> bool:
+    def has_name(self, target: _TcpEndpoint) -> bool:
         fits = target.host.endswith(self.name) if self.name.startswith(".") else target.host == self.name
         return bool(self.name) and fits and target.port in self.ports
 
@@ -105,9 +105,9 @@ class EndpointAllowList:
         the name: the name must have at least one address, and all its addresses must be allowed.
         """
         if len(endpoint) > MAX_NAME_BYTES:
-            raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
+            raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_ENDPOINT_FORMS}")
         if not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-            raise EndpointRefusedError(endpoint, "it has invalid characters", f"write {_FORMS} in plain ASCII")
+            raise EndpointRefusedError(endpoint, "it has invalid characters", f"write {_ENDPOINT_FORMS} in plain ASCII")
         transport, _, location = endpoint.partition("://")
         if transport != "tcp":
             self._check_path(endpoint, transport, location)
@@ -127,7 +127,7 @@ class EndpointAllowList:
             raise EndpointRefusedError(endpoint, f"{_NO_PATTERN} it", _make_hint(target.host, target.port))
         return target.address is None
 
-    def _check_address(self, endpoint: str, target: _Target, address: Address) -> None:
+    def _check_address(self, endpoint: str, target: _TcpEndpoint, address: Address) -> None:
         of_port = [pattern.network for pattern in self._tcp_patterns if pattern.network and target.port in pattern.ports]
         networks = [network for network in of_port if address in network]
         if any(network.num_addresses == 1 for network in networks):
@@ -143,7 +143,7 @@ class EndpointAllowList:
     def _check_path(self, endpoint: str, transport: str, location: str) -> None:
         parts = _plain_parts(transport, location)
         if not parts:
-            hint = f"write {_FORMS} without '.', '..' and empty parts"
+            hint = f"write {_ENDPOINT_FORMS} without '.', '..' and empty parts"
             raise EndpointRefusedError(endpoint, "its transport or its path is not supported", hint)
         patterns = [pattern for kind, pattern in self._paths if kind == transport and len(pattern) == len(parts)]
         if not any(all(map(fnmatchcase, parts, pattern)) for pattern in patterns):
@@ -153,8 +153,8 @@ class EndpointAllowList:
 # --- endpoints --------------------------------------------------------------------------------------------------------------
 
 
-def _parse_target(endpoint: str, location: str) -> _Target:
-    match = _LOCATION.fullmatch(location)
+def _parse_target(endpoint: str, location: str) -> _TcpEndpoint:
+    match = _LOCATION_PATTERN.fullmatch(location)
     if match is None or not match["ports"].isdecimal() or int(match["ports"]) > MAX_PORT:
         hint = "write one host and one port, and an IPv6 address in brackets, without a zone"
         raise EndpointRefusedError(endpoint, f"it is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}", hint)
@@ -163,18 +163,18 @@ def _parse_target(endpoint: str, location: str) -> _Target:
     try:
         if six is not None:
             address = _normalize_address(IPv6Address(six))
-        elif _NUMERIC_HOST.fullmatch(text.lower()):
+        elif _NUMERIC_HOST_PATTERN.fullmatch(text.lower()):
             address = IPv4Address(text)
     except ValueError as error:
         reason = f"invalid address {text or six!r}"
         raise EndpointRefusedError(endpoint, reason, "write IPv4 as four decimal numbers") from error
     if address is None and not _is_name(host):
         raise EndpointRefusedError(endpoint, f"invalid host name {text!r}", "write a name or an address")
-    return _Target(host, int(match["ports"]), address)
+    return _TcpEndpoint(host, int(match["ports"]), address)
 
 
 def _is_name(host: str) -> bool:
-    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in host.split("."))
+    return len(host) <= 253 and all(_LABEL_PATTERN.fullmatch(label) for label in host.split("."))
 
 
 def _normalize_address(address: Address) -> Address:
@@ -217,12 +217,12 @@ def _format_pattern(host: str, port: int) -> str:
 
 
 def _parse_tcp(pattern: str, location: str) -> _TcpPattern:
-    match = _LOCATION.fullmatch(location)
+    match = _LOCATION_PATTERN.fullmatch(location)
     if match is None:
         raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
     ports = _parse_ports(pattern, match["ports"])
     host = (match["host"] or "").lower().removesuffix(".")
-    if match["six"] is not None or "/" in host or _NUMERIC_HOST.fullmatch(host):
+    if match["six"] is not None or "/" in host or _NUMERIC_HOST_PATTERN.fullmatch(host):
         return _TcpPattern(_parse_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
         forms = "a name, *.SUFFIX, address or network"
@@ -249,7 +249,7 @@ def _parse_network(pattern: str, ipv6: str | None, host: str) -> Network:
 
 def _parse_path(pattern: str, transport: str, location: str) -> tuple[str, list[str]]:
     if not (parts := _plain_parts(transport, location)):
-        raise _pattern_error(pattern, f"expected {_FORMS}")
+        raise _pattern_error(pattern, f"expected {_ENDPOINT_FORMS}")
     return transport, parts
 
 

@@ -16,13 +16,13 @@ from typing import Final
 from kvevents.client.schemas import BlocksAnswer, BlockView, TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
-from kvevents.service.fleet.registration import Key
+from kvevents.service.fleet.registration import StreamKey
 
 
 class _Listing:
     """The blocks of one worker at one moment."""
 
-    def __init__(self, key: Key, blocks: Iterable[Block], trust: Callable[[], TrustStatus]) -> None:
+    def __init__(self, key: StreamKey, blocks: Iterable[Block], trust: Callable[[], TrustStatus]) -> None:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
@@ -72,13 +72,13 @@ class BlockListings:
     def __len__(self) -> int:
         return len(self._listings)
 
-    def first_page(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
+    def first_page(self, key: StreamKey, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
         """Return the first page of a worker's blocks. `trust` is called after the blocks were read."""
         listing = _Listing(key, blocks, trust)
         self._expire()
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
-    def next_page(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
+    def next_page(self, key: StreamKey, cursor: str, limit: int) -> BlocksAnswer:
         """Return the page at a cursor; `key` is the worker. Raises `NotFoundError` if the cursor's listing was dropped."""
         self._expire()
         name, _, start = cursor.partition(".")

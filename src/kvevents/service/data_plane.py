@@ -26,7 +26,7 @@ from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
 """Number of seconds for clients to read the final responses after the control plane has stopped."""
-REFRESH_PAUSE: Final = 20
+REFRESH_PAUSE_FACTOR: Final = 20
 """Minimum pause before `publish` refreshes probe responses again, as a multiple of the duration of the newest refresh."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 """Bucket bounds of the histogram of response times, in seconds between a request's headers and its response."""
@@ -48,7 +48,7 @@ class PathCounts(msgspec.Struct):
     seconds: HistogramCounts
 
 
-class Answers(msgspec.Struct):
+class AnswerCounts(msgspec.Struct):
     """Counters of the responses that the data plane computed itself."""
 
     lookups: int = 0
@@ -57,10 +57,10 @@ class Answers(msgspec.Struct):
     requests: dict[str, PathCounts] = {}
 
 
-class Counts(msgspec.Struct):
+class DataPlaneCounts(msgspec.Struct):
     """Counters of the data plane."""
 
-    answers: Answers = msgspec.field(default_factory=Answers)
+    answers: AnswerCounts = msgspec.field(default_factory=AnswerCounts)
     connections: dict[str, int] = {}
     opened: int = 0
     closed: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Counts(msgspec.Struct):
     """Number of open reservations, and number of ended reservations for each outcome."""
 
 
-_decode_counts = msgspec.json.Decoder(Counts).decode
+_decode_counts = msgspec.json.Decoder(DataPlaneCounts).decode
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
@@ -117,7 +117,7 @@ class DataPlane:
             native = _native.DataPlane(_encode(settings), listening.fileno(), waker.fileno(), self._fleet.loads.requests)
         self._native = native
         self._wakes = wakes
-        asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handle)
+        asyncio.get_running_loop().add_reader(wakes, _take_requests, native, wakes, handle)
         self._fleet.on_change = self.publish
         self.publish()
         self.refresh()
@@ -175,7 +175,7 @@ class DataPlane:
         status, ready_status = 503 if health.status == "failed" else 200, 200 if ready.ready else 503
         native.replace_probes((status, _encode(health)), (ready_status, _encode(ready)))
         end = time.monotonic()
-        self._next_refresh = end + REFRESH_PAUSE * (end - begin)
+        self._next_refresh = end + REFRESH_PAUSE_FACTOR * (end - begin)
 
     def reload_tls(self) -> None:
         """Read the TLS files again, for new connections. Raises `ValueError` for files that cannot be used."""
@@ -213,10 +213,10 @@ class DataPlane:
         native = self._native
         return b'{"open":0,"reservations":[]}' if native is None else native.reservations(limit)
 
-    def counts(self) -> Counts:
+    def counts(self) -> DataPlaneCounts:
         """Return the counters of the data plane."""
         native = self._native
-        return Counts() if native is None else _decode_counts(native.metrics())
+        return DataPlaneCounts() if native is None else _decode_counts(native.metrics())
 
     # --- shutdown
 
@@ -243,7 +243,7 @@ class DataPlane:
             self._native.close()
 
 
-def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
+def _take_requests(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
     wakes.recv(64)  # The native server sends a byte whenever it adds a request to an empty queue.
     for item in native.take():
         handle(item)

@@ -30,7 +30,7 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
 from kvevents.index import IndexStats
 from kvevents.prometheus import MetricTable, families, family, label_samples, make_registry, samples_by_label, state_set
-from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS, Counts, HistogramCounts
+from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS, DataPlaneCounts, HistogramCounts
 from kvevents.service.fleet.member import Member
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
@@ -49,7 +49,7 @@ _REJECT_REASONS: Final = dict.fromkeys(
 """Maps each reason for which the data plane rejects a request before it knows the path to the initial count, 0."""
 
 
-def exposition(service: Service) -> bytes:
+def format_metrics(service: Service) -> bytes:
     """Return the metrics of a service in Prometheus' text format."""
     return generate_latest(make_registry(lambda: _collect(service)))
 
@@ -182,7 +182,7 @@ class _Scrape(NamedTuple):
     service: Service
     stats: StatsAnswer
     index_stats: IndexStats
-    counts: Counts
+    counts: DataPlaneCounts
 
 
 _SERVICE: Final[MetricTable[_Scrape]] = {

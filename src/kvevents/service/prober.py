@@ -23,10 +23,10 @@ from kvevents.endpoints import GRPC, split_tcp, tcp_of
 from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import METRICS_PATH, is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
-from kvevents.service.discovery.engines import resolve
+from kvevents.service.discovery.engines import resolve_host
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.fleet.member import HTTP, Member, SourceFault
+from kvevents.service.fleet.member import HTTP_ORIGIN, Member, SourceFault
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust
@@ -38,7 +38,7 @@ ROUND_SECONDS: Final = 0.1
 """Pause in seconds between two searches for endpoints to probe."""
 FULL_RATE_ENDPOINTS: Final = 256
 """Number of probed endpoints above which the pauses between probes grow in proportion to the number of endpoints."""
-AUDIT_SECONDS: Final = 30.0
+CLIENT_CHECK_SECONDS: Final = 30.0
 """Seconds between two checks of all endpoints that clients registered, because a name can later resolve to another address."""
 
 _LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
@@ -52,7 +52,7 @@ async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
     for endpoint in endpoints:
         if allow_list.check(endpoint) and (target := split_tcp(endpoint)) is not None:
             with suppress(socket.gaierror, TimeoutError):
-                allow_list.check(endpoint, sorted(await resolve(target[0])))
+                allow_list.check(endpoint, sorted(await resolve_host(target[0])))
 
 
 def endpoints_of(registration: Registration) -> list[str]:
@@ -82,7 +82,7 @@ def load_target(load: str) -> str:
 EndpointField: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
 
-class _Probe(Struct):
+class _ProbeSchedule(Struct):
     """The schedule of the probes of one endpoint, by the event loop's clock."""
 
     began: float
@@ -99,18 +99,18 @@ class Prober:
         self._fleet = fleet
         self._allow_list = allow_list
         self._settings = settings
-        self._probes: dict[tuple[Member, EndpointField], _Probe] = {}
+        self._probes: dict[tuple[Member, EndpointField], _ProbeSchedule] = {}
         self._running_probes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Run until cancelled."""
         loop = asyncio.get_running_loop()
-        audit = loop.time() + AUDIT_SECONDS
+        audit = loop.time() + CLIENT_CHECK_SECONDS
         try:
             while True:
                 self._run_round(loop.time())
                 if loop.time() >= audit:
-                    audit = loop.time() + AUDIT_SECONDS
+                    audit = loop.time() + CLIENT_CHECK_SECONDS
                     self._start(self._check_clients())
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
@@ -130,7 +130,7 @@ class Prober:
                 # Wait before probing a replay endpoint: its answer might still arrive. A missing connection needs no wait.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
-                probe = self._probes[target] = _Probe(now, now + wait, backoff)
+                probe = self._probes[target] = _ProbeSchedule(now, now + wait, backoff)
             if probe.due <= now and len(self._running_probes) < self._settings.at_once:
                 probe.due = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
                 self._start(self._probe_member(*target, is_patient=now - probe.began < self._settings.patience_seconds))
@@ -150,8 +150,8 @@ class Prober:
         registration, seconds = member.registration, self._settings.connect_seconds
         has_keys = registration.curve is not None or self._fleet.curve is not None
         if field == "replay_endpoint":
-            return await _probe(field, registration.replay_endpoint or "", seconds, has_keys=has_keys)
-        fault = None if registration.bind else await _probe(field, registration.endpoint, seconds, has_keys=has_keys)
+            return await _probe_endpoint(field, registration.replay_endpoint or "", seconds, has_keys=has_keys)
+        fault = None if registration.bind else await _probe_endpoint(field, registration.endpoint, seconds, has_keys=has_keys)
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
             return fault
         if registration.bind:
@@ -161,12 +161,12 @@ class Prober:
 
     async def _check_clients(self) -> None:
         for member in list(self._fleet.members.values()):
-            if member.origin == HTTP:
+            if member.origin == HTTP_ORIGIN:
                 await self._may_stay(member)
 
     async def _may_stay(self, member: Member) -> bool:
         """Unregister a client's engine if its host name now resolves to an excluded address. Return False if unregistered."""
-        if member.origin != HTTP:
+        if member.origin != HTTP_ORIGIN:
             return True
         try:
             await check_allowed(self._allow_list, *filter(has_name, endpoints_of(member.registration)))
@@ -213,7 +213,7 @@ _HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
 """Maps the outcome of a handshake that found no ZeroMQ socket to a reason code and a sentence."""
 
 
-async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
+async def _probe_endpoint(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
     """Probe an endpoint. Return the fault that prevents events or replay; None without a fault."""
     handshake, is_replay = await perform_handshake_async(endpoint, seconds), field == "replay_endpoint"
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)

@@ -33,7 +33,7 @@ from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
-RESERVED_FILES: Final = 256
+RESERVED_DESCRIPTORS: Final = 256
 """Number of file descriptors kept free of client connections. The subscriber checks whether they suffice for engines."""
 
 
@@ -43,7 +43,7 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
     Return the limits, and a warning if `max_clients` was lowered, else an empty text.
     """
     descriptors = raise_descriptor_limit()
-    room = max(descriptors - RESERVED_FILES - limits.reserved_clients, descriptors // 4)
+    room = max(descriptors - RESERVED_DESCRIPTORS - limits.reserved_clients, descriptors // 4)
     if descriptors == resource.RLIM_INFINITY or limits.max_clients <= room:
         return limits, ""
     warning = (
@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS: Final = 1.0
 """Maximum number of seconds to finish requests in progress after the data plane has drained."""
-SEND_BYTES: Final = 1 << 18
+SEND_BUFFER_BYTES: Final = 1 << 18
 """Size of a connection's send buffer in bytes. A client that does not read fills this buffer; Linux' default is megabytes."""
-KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+KEEP_ALIVE_OPTIONS: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """TCP options of client connections, as far as the system has these options. A dead client is detected after 60 s."""
 MAX_THREADS: Final = 8
 """Maximum number of threads of the data plane, which has one thread for each CPU up to this number."""
@@ -223,9 +223,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEP_ALIVE.items():
+        for name, value in KEEP_ALIVE_OPTIONS.items():
             if hasattr(socket, name):
                 listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         listening.bind((host, port))

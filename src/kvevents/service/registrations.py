@@ -19,8 +19,8 @@ from kvevents.service.access import AuditLog, Client
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError
 from kvevents.service.fleet.fleet import LISTING_HINT, Fleet
-from kvevents.service.fleet.member import HTTP, Member
-from kvevents.service.fleet.registration import Key, Lease, Registration, source_name
+from kvevents.service.fleet.member import HTTP_ORIGIN, Member
+from kvevents.service.fleet.registration import Lease, Registration, StreamKey, source_name
 from kvevents.service.prober import check_allowed, endpoints_of
 from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
@@ -59,9 +59,9 @@ class Registrations(Struct, eq=False, kw_only=True):
     audit: AuditLog
     advice: str
     """Where clients can register engines if this service follows no engines itself; else empty."""
-    owner_of: Callable[[Key], str | None]
+    owner_of: Callable[[StreamKey], str | None]
     """Returns the name of the discovery provider that has found a rank; None if no provider has found it."""
-    resume: Callable[[Key], Checkpoint | None]
+    resume: Callable[[StreamKey], Checkpoint | None]
     """Returns the checkpoint from which the stream of a rank continues; None without a checkpoint."""
     report_fault: Callable[[str], None]
     """Called after each write, with a sentence that says why the write failed; with an empty text if it succeeded."""
@@ -84,16 +84,16 @@ class Registrations(Struct, eq=False, kw_only=True):
         except SnapshotError as error:
             report_lost(str(error))
             return
-        self.were_saved = any(entry.origin == HTTP for entry in entries)
+        self.were_saved = any(entry.origin == HTTP_ORIGIN for entry in entries)
         for entry in entries:
             registration = entry.registration
-            if entry.origin != HTTP:
+            if entry.origin != HTTP_ORIGIN:
                 self.fleet.drained[registration.key] = Member(registration, entry.origin, time.time(), is_draining=True)
                 continue
             try:
                 for endpoint in endpoints_of(registration):
                     self.allow_list.check(endpoint)  # The allow-list might have changed after the registration.
-                self.fleet.register(registration, HTTP, resume=self.resume)
+                self.fleet.register(registration, HTTP_ORIGIN, resume=self.resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
                     self.fleet.set_draining(registration.key, is_draining=True)
@@ -110,7 +110,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         self._check_follows_engines()
         await check_allowed(self.allow_list, *endpoints_of(registration))
         member = self.fleet.members.get(registration.key)
-        if member is not None and member.origin != HTTP:
+        if member is not None and member.origin != HTTP_ORIGIN:
             return self._find_owned(member.registration, registration)
         if member is not None and not member.registration.differences(registration):
             has_changed = lease_seconds != (member.lease and member.lease.seconds)
@@ -118,7 +118,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             if has_changed:
                 await self.save()
             return RegistrationOutcome(is_new=False)
-        following = self.fleet.register(registration, HTTP, resume=self.resume)
+        following = self.fleet.register(registration, HTTP_ORIGIN, resume=self.resume)
         self._grant_lease(registration.key, lease_seconds)
         try:
             await asyncio.wrap_future(following)
@@ -144,7 +144,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise ConflictError(sentence, "named-by-discovery", "change the engine where discovery finds it")
         return RegistrationOutcome(is_new=False, warning=f"{current.label} was found by {owner}, which alone can unregister it")
 
-    def _grant_lease(self, key: Key, seconds: int | None) -> None:
+    def _grant_lease(self, key: StreamKey, seconds: int | None) -> None:
         if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused the rank.
             member.lease = Lease.start(seconds)
 
@@ -171,7 +171,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         """
         members = self._find(query)
         for member in members:
-            if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
+            if member.origin != HTTP_ORIGIN and (owner := self.owner_of(member.registration.key)) is not None:
                 sentence = f"{member.registration.label} was found by {owner}"
                 raise ConflictError(sentence, "named-by-discovery", "remove the engine where discovery finds it")
         self._check_follows_engines()
@@ -232,7 +232,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             self.report_fault(fault)
 
     def _list_registrations(self) -> list[SavedRegistration]:
-        members = {key: member for key, member in list(self.fleet.members.items()) if member.origin == HTTP}
+        members = {key: member for key, member in list(self.fleet.members.items()) if member.origin == HTTP_ORIGIN}
         return [
             SavedRegistration(member.registration, member.lease and member.lease.seconds, member.is_draining, member.origin)
             for member in {**self.fleet.drained.copy(), **members}.values()

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from kvevents.client.schemas import DEFAULT_GROUP, SCOPE_NAMES
 from kvevents.package_metadata import page_link
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
-from kvevents.service.fleet.registration import Key, Scope
+from kvevents.service.fleet.registration import Scope, StreamKey
 
 
 class Scopes:
@@ -26,19 +26,19 @@ class Scopes:
     """
 
     def __init__(self) -> None:
-        self._streams: Final[dict[Scope, dict[Key, None]]] = {}
+        self._streams: Final[dict[Scope, dict[StreamKey, None]]] = {}
 
-    def add(self, scope: Scope, key: Key) -> None:
+    def add(self, scope: Scope, key: StreamKey) -> None:
         """Add a stream."""
         self._streams.setdefault(scope, {})[key] = None
 
-    def drop(self, scope: Scope, key: Key) -> None:
+    def drop(self, scope: Scope, key: StreamKey) -> None:
         """Remove a stream."""
         del self._streams[scope][key]
         if not self._streams[scope]:
             del self._streams[scope]
 
-    def streams_of(self, scope: Scope) -> list[Key]:
+    def streams_of(self, scope: Scope) -> list[StreamKey]:
         """Return the streams of the scope's model, tenant and group, with any LoRA and salt."""
         return [key for candidate, keys in list(self._streams.items()) if candidate[:3] == scope[:3] for key in list(keys)]
 
@@ -57,15 +57,15 @@ class Scopes:
 
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
-_CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
+_CANONICAL_NAMES: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
 """Maps each accepted name to the name in `/v1`, under which handlers read the value."""
-_WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
+_FIELDS_BY_WORD: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words that only names of scope fields contain, each with a field to suggest. An unknown name with such a word is rejected."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
 """Maps each name of a scope field except the model, written without underscores, to the name."""
 MAX_UNKNOWN_FIELDS: Final = 64
 """Maximum number of unknown fields in one request, because comparing each field with the known names takes time."""
-MAX_COMPARED_LENGTH: Final = 40
+MAX_COMPARED_CHARACTERS: Final = 40
 """Maximum length, in characters, of names that are compared with the known names."""
 
 
@@ -114,17 +114,17 @@ def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[s
     aliases = _ALIASES | ({} if any(name in all_names for name in MODEL) else {name.replace("_", ""): name for name in MODEL})
     for name in unknown_names:
         if (field := _similar_field(name, aliases)) is not None:
-            sentence = f"unknown field {name[:MAX_COMPARED_LENGTH]!r}; did you mean {field!r}?"
+            sentence = f"unknown field {name[:MAX_COMPARED_CHARACTERS]!r}; did you mean {field!r}?"
             raise RefusedError(sentence, "unknown-field", f"write {field}, or leave it out")
 
 
 def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
     """Return the scope field to which an unknown name is similar; None without similarity."""
-    letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED_LENGTH else name.lower()
-    for word, field in _WORDS.items():
+    letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED_CHARACTERS else name.lower()
+    for word, field in _FIELDS_BY_WORD.items():
         if word in letters:
             return field
-    if len(name) > MAX_COMPARED_LENGTH:
+    if len(name) > MAX_COMPARED_CHARACTERS:
         return None
     anagrams = [known for known in aliases if sorted(known) == sorted(letters)]
     similar = anagrams or get_close_matches(letters, aliases, 1, cutoff=0.8)
@@ -137,13 +137,13 @@ def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], 
     `known_names` are the parameters of the endpoint; each is accepted under all its names. Raises `RefusedError` for unknown
     names: ignoring a tenant would return the blocks of other tenants. Without parameters, the error's hint ends with `beside`.
     """
-    accepted_names = {_CANONICAL.get(name, name) for name in known_names}
+    accepted_names = {_CANONICAL_NAMES.get(name, name) for name in known_names}
     result: dict[str, str] = {}
     for parameter, value in parameters.items():
-        name = _CANONICAL.get(parameter, parameter)
+        name = _CANONICAL_NAMES.get(parameter, parameter)
         if name not in accepted_names:
             hint = f"this endpoint takes {', '.join(sorted(accepted_names)) or f'no parameters{beside}'}"
-            raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED_LENGTH]!r}", "unknown-field", hint)
+            raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED_CHARACTERS]!r}", "unknown-field", hint)
         if result.setdefault(name, value) != value:
             raise RefusedError(f"parameter {name} has two different values", "contradiction", f"send only {name}")
     return result

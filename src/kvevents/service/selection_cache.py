@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvevents.service.fleet.registration import Scope
 
-MAX_SECONDS: Final = 120.0
+MAX_AGE_SECONDS: Final = 120.0
 """Number of seconds for which a selection waits for its reservation, as in Dynamo's service."""
 MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
-_Key: TypeAlias = tuple[tuple[str, str, str], str]
+_SelectionKey: TypeAlias = tuple[tuple[str, str, str], str]
 """Key of a selection: model, tenant, group and the name of the selection."""
 
 
@@ -44,7 +44,7 @@ class SelectionCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
         self._lock: Final = threading.Lock()
-        self._entries: Final[OrderedDict[_Key, tuple[float, PendingSelection]]] = OrderedDict()
+        self._entries: Final[OrderedDict[_SelectionKey, tuple[float, PendingSelection]]] = OrderedDict()
         self._bytes = 0
         self.booking_lock: Final = threading.Lock()
         """Lock for the check and the reservation of a name, so that two requests cannot both find the name free."""
@@ -61,7 +61,7 @@ class SelectionCache:
             self._bytes += 4 * len(selection.tokens)
             while self._entries:
                 oldest, (added_at, _) = next(iter(self._entries.items()))
-                if now - added_at <= MAX_SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
+                if now - added_at <= MAX_AGE_SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
                     break
                 self._remove(oldest)
 
@@ -69,17 +69,17 @@ class SelectionCache:
         """Return a selection; None if it is missing or too old."""
         with self._lock:
             entry = self._entries.get(_key_of(scope, name))
-            return None if entry is None or self._clock() - entry[0] > MAX_SECONDS else entry[1]
+            return None if entry is None or self._clock() - entry[0] > MAX_AGE_SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
         """Remove a selection; a missing selection is no error."""
         with self._lock:
             self._remove(_key_of(scope, name))
 
-    def _remove(self, key: _Key) -> None:
+    def _remove(self, key: _SelectionKey) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
             self._bytes -= 4 * len(entry[1].tokens)
 
 
-def _key_of(scope: Scope, name: str) -> _Key:
+def _key_of(scope: Scope, name: str) -> _SelectionKey:
     return scope[:3], name  # The request that reserves a selection names neither LoRA nor salt.

@@ -22,9 +22,9 @@ from kvevents.service.certificates import CertificateFiles
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
-from kvevents.service.fleet.fleet import TOPIC, Fleet
+from kvevents.service.fleet.fleet import TOPIC_ORIGIN, Fleet
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import SEPARATOR, Key
+from kvevents.service.fleet.registration import NAME_SEPARATOR, StreamKey
 from kvevents.service.http.thread_pools import BoundedLock, thread_pools
 from kvevents.service.index_source import FollowedEngines, IndexSource, OpenIndexSource
 from kvevents.service.prober import Prober
@@ -81,7 +81,7 @@ class Service:
         """Sentences about saved state that could not be restored."""
         self._save_faults: dict[str, str] = {}
         """Why the newest write of `snapshot` or `registrations` has failed; empty if the write succeeded."""
-        self._checkpoints: dict[Key, Checkpoint] = {}
+        self._checkpoints: dict[StreamKey, Checkpoint] = {}
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
         self.registrations = Registrations(
@@ -169,13 +169,13 @@ class Service:
         if self._checkpoints:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
-    def _owner_of(self, key: Key) -> str | None:
+    def _owner_of(self, key: StreamKey) -> str | None:
         """Return the name of the topic endpoint or provider that has found a rank; None if a client has registered the rank."""
         member, topics = self.fleet.members.get(key), self.settings.topics
-        is_by_topic = member is not None and member.origin == TOPIC and topics is not None
+        is_by_topic = member is not None and member.origin == TOPIC_ORIGIN and topics is not None
         return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
 
-    def _resume(self, key: Key) -> Checkpoint | None:
+    def _resume(self, key: StreamKey) -> Checkpoint | None:
         return self._checkpoints.pop(key, None)
 
     async def _remove_unclaimed(self) -> None:
@@ -183,7 +183,7 @@ class Service:
         for key in list(self._checkpoints):
             if self._checkpoints.pop(key, None) is not None:
                 self.index.remove_worker(key)
-                instance = key[0].split(SEPARATOR)[-1]
+                instance = key[0].split(NAME_SEPARATOR)[-1]
                 log.info("%s rank %d was not registered again; its blocks are removed", instance, key[1])
 
     async def _save_regularly(self) -> None:
@@ -225,11 +225,11 @@ class Service:
 
     # --- answers
 
-    def members(self) -> Mapping[Key, Member]:
+    def members(self) -> Mapping[StreamKey, Member]:
         """Return the members of the fleet, including the further ranks that the members' streams carry."""
         return dict(self.fleet.workers)
 
-    def blocks(self, key: Key) -> Iterable[Block]:
+    def blocks(self, key: StreamKey) -> Iterable[Block]:
         """Return the blocks that a worker holds now, unsorted."""
         try:
             return self.index.blocks(key)
@@ -241,7 +241,7 @@ class Service:
     def faults(self) -> dict[str, list[str]]:
         """Map each provider of discovery to sentences about its faults."""
         topics = list(self.fleet.topic_faults.values())
-        return self._discovery.faults() | ({TOPIC: topics} if topics else {})
+        return self._discovery.faults() | ({TOPIC_ORIGIN: topics} if topics else {})
 
     def warnings(self) -> list[str]:
         """Return sentences about problems that an operator should know."""

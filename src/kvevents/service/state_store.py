@@ -24,18 +24,18 @@ import msgspec
 from kvevents.errors import ConfigError, SnapshotError, reason_of
 from kvevents.index import PrefixIndex
 from kvevents.index.snapshot_file import sync_folder
-from kvevents.service.fleet.member import HTTP
-from kvevents.service.fleet.registration import Key, Registration
+from kvevents.service.fleet.member import HTTP_ORIGIN
+from kvevents.service.fleet.registration import Registration, StreamKey
 from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
 
-_CURRENT: Final = "current"
-_REGISTERED: Final = "registered.json"
-_INDEX: Final = "index-{}.snapshot"
-_STREAMS: Final = "streams-{}.msgpack"
-_UNREADABLE: Final = "unreadable"
-_CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
+_CURRENT_FILE: Final = "current"
+_REGISTRATIONS_FILE: Final = "registered.json"
+_INDEX_FILE: Final = "index-{}.snapshot"
+_STREAMS_FILE: Final = "streams-{}.msgpack"
+_UNREADABLE_GENERATION: Final = "unreadable"
+_CHECKPOINTS_DECODER: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,10 +45,10 @@ class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lease_seconds: int | None = None
     """Length of the registration's lease, which begins again when the service starts; None without a lease."""
     is_draining: bool = False
-    origin: str = HTTP
+    origin: str = HTTP_ORIGIN
 
 
-_REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])
+_REGISTRATIONS_DECODER: Final = msgspec.json.Decoder(list[SavedRegistration])
 
 
 class StateStore:
@@ -80,18 +80,18 @@ class StateStore:
         Return the Unix time at which the write began. The generation contains all blocks that the index had at that time.
         """
         generation = secrets.token_hex(8)
-        streams = self.folder / _STREAMS.format(generation)
+        streams = self.folder / _STREAMS_FILE.format(generation)
         with self._save_lock:
             began = time.time()
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
-                _write_index(index, self.folder / _INDEX.format(generation))
+                _write_index(index, self.folder / _INDEX_FILE.format(generation))
                 # The streams have advanced during the write of the snapshot. After a restart, the checkpoints deliver batches
                 # again that the snapshot already contains. The index recognises these batches by their sequence numbers.
                 points = {(point.source, point.rank): point for point in read_checkpoints()}
                 checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]
-                _write(streams, msgspec.msgpack.encode(checkpoints))
-                _write(self.folder / _CURRENT, generation.encode())
+                _write_file(streams, msgspec.msgpack.encode(checkpoints))
+                _write_file(self.folder / _CURRENT_FILE, generation.encode())
             except TimeoutError:
                 raise
             except OSError as error:
@@ -100,7 +100,7 @@ class StateStore:
                 self._remove_old_generations()
             return began
 
-    def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
+    def restore(self, index: PrefixIndex) -> dict[StreamKey, Checkpoint]:
         """Load the current generation into the index and return its checkpoints; empty if no generation exists.
 
         Raises `SnapshotError` if the generation cannot be read.
@@ -109,8 +109,8 @@ class StateStore:
         if generation is None:
             return {}
         try:
-            checkpoints = _CHECKPOINTS.decode((self.folder / _STREAMS.format(generation)).read_bytes())
-            index.restore(self.folder / _INDEX.format(generation))
+            checkpoints = _CHECKPOINTS_DECODER.decode((self.folder / _STREAMS_FILE.format(generation)).read_bytes())
+            index.restore(self.folder / _INDEX_FILE.format(generation))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             self._rename_unreadable(generation)
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason_of(error)}") from error
@@ -120,17 +120,17 @@ class StateStore:
         """Write the registrations of clients. `registrations` is called just before the write, and returns them."""
         try:
             with self._registrations_lock:
-                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
+                _write_file(self.folder / _REGISTRATIONS_FILE, msgspec.json.format(msgspec.json.encode(registrations())))
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
     def load_registrations(self) -> list[SavedRegistration]:
         """Read the registrations of clients. Raises `SnapshotError` if the file cannot be read."""
-        path = self.folder / _REGISTERED
+        path = self.folder / _REGISTRATIONS_FILE
         if not path.exists():
             return []
         try:
-            return _REGISTRATIONS.decode(path.read_bytes())
+            return _REGISTRATIONS_DECODER.decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, ConfigError) as error:
             with suppress(OSError):
                 path.rename(path.with_suffix(".bad"))
@@ -143,26 +143,26 @@ class StateStore:
 
     def _read_generation(self) -> str | None:
         try:
-            text = (self.folder / _CURRENT).read_text(encoding="ascii").strip()
+            text = (self.folder / _CURRENT_FILE).read_text(encoding="ascii").strip()
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError):
-            return _UNREADABLE
-        return text if text.isalnum() else _UNREADABLE
+            return _UNREADABLE_GENERATION
+        return text if text.isalnum() else _UNREADABLE_GENERATION
 
     def _rename_unreadable(self, generation: str) -> None:
-        for pattern in (_INDEX, _STREAMS):
+        for pattern in (_INDEX_FILE, _STREAMS_FILE):
             path = self.folder / pattern.format(generation)
             with suppress(OSError):
                 path.rename(path.with_name(f"bad-{path.name}"))
         with suppress(OSError):
-            (self.folder / _CURRENT).unlink()
+            (self.folder / _CURRENT_FILE).unlink()
 
     def _remove_old_generations(self) -> None:
         current = self._read_generation()
-        if current == _UNREADABLE:  # Remove nothing, because each generation might be the current one.
+        if current == _UNREADABLE_GENERATION:  # Remove nothing, because each generation might be the current one.
             return
-        for pattern in (_INDEX, _STREAMS):
+        for pattern in (_INDEX_FILE, _STREAMS_FILE):
             for path in self.folder.glob(pattern.format("*")):
                 if path.name != pattern.format(current):
                     with suppress(OSError):
@@ -178,7 +178,7 @@ def _write_index(index: PrefixIndex, path: Path) -> None:
         temporary.replace(path)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     """Replace a file atomically, and flush it to the disk."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

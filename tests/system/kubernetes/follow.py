@@ -38,7 +38,7 @@ async def measure(config: str, namespace: str, seconds: float) -> dict[str, floa
     print(len(first.providers), flush=True)
     changes, apply = 0, object_watch.ObjectWatch._apply
 
-    def count(watch: object_watch.ObjectWatch[object_watch.KubernetesObject], event: object_watch._Event) -> None:
+    def count(watch: object_watch.ObjectWatch[object_watch.KubernetesObject], event: object_watch._WatchEvent) -> None:
         nonlocal changes
         changes += 1
         apply(watch, event)

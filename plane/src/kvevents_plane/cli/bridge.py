@@ -30,7 +30,7 @@ from kvevents.prometheus import MetricTable, Probes, Samples, families, samples_
 from kvevents.prometheus import check_address as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
-from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.registration import Registration, Scope, StreamKey, check_same_engine
 from kvevents.service.settings import EngineSources
 from kvevents.settings import Host, Port
 from kvevents.stream import Checkpoint, DegradedReason
@@ -248,9 +248,9 @@ class BridgeSubscriptions:
     """Makes a bridge subscribe to the engines that discovery has found."""
 
     def __init__(self, bridge: Bridge, curve: Curve | None) -> None:
-        self.labels: dict[Key, str] = {}
+        self.labels: dict[StreamKey, str] = {}
         """Maps the key of each followed stream to the name of its engine."""
-        self.follow_errors: dict[Key, str] = {}
+        self.follow_errors: dict[StreamKey, str] = {}
         """Empty, because a bridge refuses no engine; `RegistrationTarget` requires this member."""
         self.adapters: frozenset[Scope] = frozenset()
         self.unready_sources: Mapping[str, str] = {}
@@ -260,11 +260,11 @@ class BridgeSubscriptions:
         self._curve: Final = curve
 
     def replace_registrations(
-        self, _origin: str, registrations: Iterable[Registration], _resume: Callable[[Key], Checkpoint | None], /
+        self, _origin: str, registrations: Iterable[Registration], _resume: Callable[[StreamKey], Checkpoint | None], /
     ) -> list[str]:
         """Subscribe to exactly these engines. Return a sentence for each registration that contradicts another one."""
         firsts: dict[str, Registration] = {}
-        registrations_by_key: dict[Key, Registration] = {}
+        registrations_by_key: dict[StreamKey, Registration] = {}
         faults: list[str] = []
         for registration in registrations:
             try:

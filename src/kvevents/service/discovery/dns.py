@@ -22,10 +22,10 @@ from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
-MIN_SECONDS: Final = 5.0
+MIN_PAUSE_SECONDS: Final = 5.0
 """Minimum pause in seconds between two lookups, even if the TTL is shorter. CoreDNS sends a TTL of 5 for a headless service;
 some servers send 0."""
-MAX_SECONDS: Final = 60.0
+MAX_PAUSE_SECONDS: Final = 60.0
 """Maximum pause in seconds between two lookups, even if the TTL is longer, so that new engines are found in time."""
 _SCHEMES: Final = ("tcp", "http", "https")
 
@@ -197,7 +197,7 @@ class DnsProvider:
                 finding = replace(last, faults=(f"{error}{stay}",))
             else:
                 backoff.reset()
-                pause = apply_jitter(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
+                pause = apply_jitter(min(max(resolved.ttl, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS), self.clock.random)
                 resolved_at = self.clock.now()
                 finding = last = self._make_finding(resolved)
             if finding != yielded:

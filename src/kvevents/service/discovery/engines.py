@@ -82,7 +82,7 @@ class _VllmSource(Struct):
     publisher: str | None = None
 
 
-class _Descriptor(Struct):
+class _EventsDescriptor(Struct):
     endpoint_port_base: int
     endpoint_host: str | None = None
     replay_endpoint_port_base: int | None = None
@@ -98,7 +98,7 @@ class _LocalSource(Struct):
 
 @build_decoder_now
 class _ServerInfo(Struct):
-    kv_events: _Descriptor | UnsetType | None = UNSET
+    kv_events: _EventsDescriptor | UnsetType | None = UNSET
     kv_events_config: str | None = None
     kv_event_sources: list[_LocalSource] | None = None
     page_size: int | None = None
@@ -132,7 +132,7 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
     if not ranks:
         info.off_reason = f"publishes no KV events: {_START_VLLM}"
         return info
-    _check_count(max(ranks) - min(ranks) + 1)
+    _check_rank_count(max(ranks) - min(ranks) + 1)
     info.missing_ranks |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
     return info
 
@@ -149,7 +149,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
         found.off_reason = f"publishes no KV events: {_START_SGLANG}"
         return found
     count = 1 if descriptor.dp_size is None else descriptor.dp_size
-    _check_count(count)
+    _check_rank_count(count)
     node_ranks = _ranks_of_node(info, count)
     for rank in range(count):
         if rank in node_ranks:
@@ -159,7 +159,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
     return found
 
 
-def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
+def _descriptor_from_flag(info: _ServerInfo) -> _EventsDescriptor | None:
     """Build `kv_events` from the flag `kv_events_config`; None if events are off, or if the release has neither field."""
     if not info.kv_events_config:
         return None
@@ -167,7 +167,7 @@ def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
     events, replay = split_tcp(config.endpoint), split_tcp(config.replay_endpoint or "")
     if not config.enable_kv_cache_events or events is None:
         return None
-    return _Descriptor(
+    return _EventsDescriptor(
         endpoint_host=events[0],
         endpoint_port_base=events[1],
         replay_endpoint_port_base=replay[1] if replay else None,
@@ -187,7 +187,7 @@ def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
     return {rank for rank in range(count) if rank * nodes // count == (info.node_rank or 0)}
 
 
-def _make_sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
+def _make_sglang_rank(rank: int, descriptor: _EventsDescriptor, host: str) -> RankEndpoint:
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
@@ -200,7 +200,7 @@ def _make_sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndp
     return RankEndpoint(rank, endpoint, replay, topic, size, load, replay_is_proven=replay is not None)
 
 
-def _check_count(count: int) -> None:
+def _check_rank_count(count: int) -> None:
     if not 0 < count <= MAX_RANKS:
         raise EngineQueryError(f"the engine reports {count} data-parallel ranks: expected 1 to {MAX_RANKS}")
 
@@ -286,14 +286,14 @@ _CONNECTION_SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Se
 async def is_same_host(host: str, server: str) -> bool:
     """Whether all addresses of `host` belong to `server`. A loopback `server` has all addresses of this machine."""
     try:
-        addresses, server_addresses = await resolve(host), await resolve(server)
+        addresses, server_addresses = await resolve_host(host), await resolve_host(server)
     except (OSError, UnicodeError):
         return False
     is_local = any(is_loopback(address) for address in server_addresses)
     return all(address in server_addresses or (is_local and _is_own_address(address)) for address in addresses)
 
 
-async def resolve(host: str) -> set[str]:
+async def resolve_host(host: str) -> set[str]:
     """Return the addresses of a host. Raises `OSError` or `UnicodeError` if no address is found within `RESOLVE_SECONDS`."""
     async with asyncio.timeout(RESOLVE_SECONDS):
         records = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)

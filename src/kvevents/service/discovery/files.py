@@ -24,7 +24,7 @@ MAX_FILE_BYTES: Final = 8 << 20
 MAX_FAULTS: Final = 16
 """Maximum number of invalid tables of one file that are reported one by one."""
 
-_Stamp: TypeAlias = tuple[int, ...] | None
+_FileStamp: TypeAlias = tuple[int, ...] | None
 """Values of `stat` for a file, which change when the file is changed or replaced. None if `stat` fails."""
 
 
@@ -66,7 +66,7 @@ class FileProvider(Struct, frozen=True):
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the engines in the file at the start, and then after each change."""
         finding = Finding()
-        read_stamp: _Stamp | str = "never"
+        read_stamp: _FileStamp | str = "never"
         while True:
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != read_stamp:
@@ -85,7 +85,7 @@ class FileProvider(Struct, frozen=True):
             return replace(known, faults=tuple(f"{error}{note}" for error in errors.exceptions[:MAX_FAULTS]))
 
 
-def file_stamp(path: Path) -> _Stamp:
+def file_stamp(path: Path) -> _FileStamp:
     """Return a value that changes when the file is changed or replaced."""
     try:
         status = path.stat()
@@ -100,7 +100,7 @@ def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_
     Raises an `ExceptionGroup` with one `ConfigError` for each invalid table, or with one for the whole file.
     """
     try:
-        raw = _read(path, only_sources=only_sources, max_bytes=max_bytes)
+        raw = _read_tables(path, only_sources=only_sources, max_bytes=max_bytes)
     except (OSError, ValueError, RecursionError) as error:  # ValueError is a base class of `ConfigError`.
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
@@ -116,7 +116,7 @@ def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_
     return tables
 
 
-def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
+def _read_tables(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

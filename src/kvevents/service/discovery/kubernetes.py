@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.discovery.object_watch import ObjectWatch, own_namespace
-from kvevents.service.discovery.pods import PODS, POOLS, InferencePool, Pod, PodEngine, read_engine
+from kvevents.service.discovery.pods import POD_KIND, POOL_KIND, InferencePool, Pod, PodEngine, read_engine
 from kvevents.service.discovery.provider import Finding
 from kvevents.service.settings import KubernetesSettings
 
@@ -33,7 +33,7 @@ MAX_FAULTS: Final = 16
 """Maximum number of faults of pods that are reported one by one; further pods are only counted."""
 
 
-class _Reading(NamedTuple):
+class _PodReading(NamedTuple):
     """What was read from one version of a pod."""
 
     pod: Pod
@@ -68,7 +68,7 @@ class KubernetesProvider:
         """Yield the engines of all namespaces. If the API server does not answer, yield the former engines with a fault."""
         changed = asyncio.Event()
         names = self.settings.namespaces or (own_namespace(self.settings.kubeconfig),)
-        namespaces = [_Namespace(name, self.settings, self.clock, changed.set) for name in names]
+        namespaces = [_NamespacePods(name, self.settings, self.clock, changed.set) for name in names]
         watches = [watch for namespace in namespaces for watch in namespace.watches]
         tasks = [asyncio.create_task(watch.run()) for watch in watches]
         for task in tasks:
@@ -93,19 +93,19 @@ class KubernetesProvider:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Namespace:
+class _NamespacePods:
     """The pods of one namespace, and the reading of each pod."""
 
     def __init__(self, name: str, settings: KubernetesSettings, clock: Clock, on_change: Callable[[], None]) -> None:
         config = settings.kubeconfig
         self.name = name
         self._settings = settings
-        self._pods = ObjectWatch(PODS, name, clock, on_change, selector=settings.selector, kubeconfig=config)
-        self._pools = ObjectWatch(POOLS, name, clock, on_change, kubeconfig=config) if settings.pools else None
+        self._pods = ObjectWatch(POD_KIND, name, clock, on_change, selector=settings.selector, kubeconfig=config)
+        self._pools = ObjectWatch(POOL_KIND, name, clock, on_change, kubeconfig=config) if settings.pools else None
         self.watches: list[ObjectWatch[Pod] | ObjectWatch[InferencePool]] = [self._pods]
         if self._pools is not None:
             self.watches.append(self._pools)
-        self._readings: dict[str, _Reading] = {}
+        self._readings: dict[str, _PodReading] = {}
 
     def faults(self) -> list[str]:
         """Return sentences about watches that fail and pools that do not exist."""
@@ -115,7 +115,7 @@ class _Namespace:
             sentences += [f"InferencePool {name} is not in namespace {self.name}" for name in missing]
         return sentences
 
-    def read(self) -> Iterable[_Reading]:
+    def read(self) -> Iterable[_PodReading]:
         """Read the pods that have changed, and return the readings of all pods."""
         pools = None
         if self._pools is not None:
@@ -123,32 +123,32 @@ class _Namespace:
         self._readings = {name: self._read(pod, pools) for name, pod in self._pods.objects.items()}
         return self._readings.values()
 
-    def _read(self, pod: Pod, pools: list[InferencePool] | None) -> _Reading:
+    def _read(self, pod: Pod, pools: list[InferencePool] | None) -> _PodReading:
         metadata, before = pod.metadata, self._readings.get(pod.metadata.name)
         pool = next((pool for pool in pools if pool.selects(metadata.labels)), None) if pools is not None else None
         if before is not None and before.pod is pod and before.pool is pool:
             return before
         if (pools is not None and pool is None) or metadata.deletion_timestamp is not None:
-            return _Reading(pod, pool)
+            return _PodReading(pod, pool)
         if failure := pod.failure:
-            return _Reading(pod, pool, fault=f"pod {metadata.name} has failed: {failure}")
+            return _PodReading(pod, pool, fault=f"pod {metadata.name} has failed: {failure}")
         reason = pod.why_not_ready
         was_ready = not reason or (before is not None and before.was_ready and before.pod.metadata.uid == metadata.uid)
         if not pod.status.pod_ip or pod.status.phase == "Succeeded":
-            return _Reading(pod, pool)
+            return _PodReading(pod, pool)
         ports = () if pool is None else pool.ports
         # With several namespaces, add the namespace to the name, because their pods can have equal names.
         instance = f"{metadata.name}.{self.name}" if len(self._settings.namespaces) > 1 else metadata.name
         try:
             engine = read_engine(pod, instance, self.name, ports, self._settings)
         except ConfigError as error:
-            return _Reading(pod, pool, fault=str(error))
+            return _PodReading(pod, pool, fault=str(error))
         if before is not None and before.engine == engine:  # Keep the former object: a comparison with itself is fast.
             engine = before.engine
-        return _Reading(pod, pool, engine, was_ready, reason)
+        return _PodReading(pod, pool, engine, was_ready, reason)
 
 
-def _build_finding(namespaces: list[_Namespace]) -> Finding:
+def _build_finding(namespaces: list[_NamespacePods]) -> Finding:
     readings = [reading for namespace in namespaces for reading in namespace.read()]
     engines = [reading.engine for reading in readings if reading.engine is not None and reading.was_ready]
     faults = [sentence for namespace in namespaces for sentence in namespace.faults()]

@@ -38,7 +38,7 @@ CONNECT_SECONDS: Final = 10.0
 """Maximum number of seconds to connect for a watch."""
 LIST_SECONDS: Final = 30.0
 """Maximum number of seconds for a list request."""
-STEADY_SECONDS: Final = 5.0
+MIN_WATCH_SECONDS: Final = 5.0
 """Seconds after which the end of a watch counts as normal, so that the next watch begins without a pause."""
 MAX_PAUSE_SECONDS: Final = 5.0
 """Maximum pause in seconds between two attempts to reach the server."""
@@ -76,7 +76,7 @@ class _Page(Struct, frozen=True):
 
 
 @build_decoder_now
-class _Event(Struct, frozen=True):
+class _WatchEvent(Struct, frozen=True):
     type: str
     object: Raw
 
@@ -202,7 +202,7 @@ class ObjectWatch(Generic[T]):
             if self._version is None:
                 await self._list(api)
             began = self._clock.now()
-            if await self._watch(api) or self._clock.now() - began > STEADY_SECONDS:
+            if await self._watch(api) or self._clock.now() - began > MIN_WATCH_SECONDS:
                 backoff.reset()
             else:
                 await self._clock.sleep(backoff.next_delay())
@@ -216,7 +216,7 @@ class ObjectWatch(Generic[T]):
             )
             async with await request as response:
                 body = await response.read()
-            _check(response.status, body)
+            _check_status(response.status, body)
             page = msgspec.json.decode(body, type=_Page)
             items += page.items
             if not (token := page.metadata.continue_):
@@ -244,19 +244,19 @@ class ObjectWatch(Generic[T]):
         has_events = False
         async with await request as response:
             if response.status != 200:
-                _check(response.status, await response.read())
+                _check_status(response.status, await response.read())
             if self.fault is not None:
                 self.fault = None
                 self._on_change()
             with suppress(SocketTimeoutError):  # See `SILENCE_SECONDS`.
                 while (line := await response.content.readline()).endswith(b"\n"):
-                    self._apply(msgspec.json.decode(line, type=_Event))
+                    self._apply(msgspec.json.decode(line, type=_WatchEvent))
                     has_events = True
         return has_events
 
-    def _apply(self, event: _Event) -> None:
+    def _apply(self, event: _WatchEvent) -> None:
         if event.type == "ERROR":
-            _check(msgspec.json.decode(event.object, type=_Status).code, event.object)
+            _check_status(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
         self._version = metadata.resource_version
         if event.type == "BOOKMARK":  # A bookmark has a version, but no change.
@@ -279,7 +279,7 @@ class ObjectWatch(Generic[T]):
             self.objects[decoded.metadata.name] = decoded
 
 
-def _check(status: int, body: bytes | Raw) -> None:
+def _check_status(status: int, body: bytes | Raw) -> None:
     """Raise `ApiServerError` unless an answer has status 200."""
     if status == 200:
         return

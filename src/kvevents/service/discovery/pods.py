@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvevents.service.settings import KubernetesSettings
 
 _PREFIX: Final = "kvevents/"
-_ZONE: Final = "topology.kubernetes.io/zone"
+_ZONE_LABEL: Final = "topology.kubernetes.io/zone"
 """Label for the zone. Kubernetes 1.35 copies the label from nodes to pods; 1.33 and 1.34 need `PodTopologyLabelsAdmission`."""
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
 """Known roles. A label can join several roles by hyphens, as in llm-d's `prefill-decode`; Dynamo has workers without a role."""
@@ -186,8 +186,8 @@ class InferencePool(KubernetesObject, frozen=True):
         return tuple(port["number"] for port in self.spec.target_ports if "number" in port)
 
 
-PODS: Final = ObjectKind("pods", Pod)
-POOLS: Final = ObjectKind("inferencepools", InferencePool, "inference.networking.k8s.io")
+POD_KIND: Final = ObjectKind("pods", Pod)
+POOL_KIND: Final = ObjectKind("inferencepools", InferencePool, "inference.networking.k8s.io")
 
 
 class PodEngine(NamedTuple):
@@ -203,8 +203,8 @@ def read_engine(pod: Pod, instance: str, namespace: str, ports: Sequence[int], s
     """Return the engine of a pod. `ports` are the ports of its pool. Raises `ConfigError` for an invalid or a missing value."""
     labels = pod.metadata.labels or {"": ""}
     convention = next(row for row in CONVENTIONS if any(label.startswith(row.mark) for label in labels))
-    facts = _Facts(pod, convention)
-    places = {"namespace": namespace, "role": facts.role, "zone": facts.text("zone", _ZONE)}
+    facts = _PodFields(pod, convention)
+    places = {"namespace": namespace, "role": facts.role, "zone": facts.text("zone", _ZONE_LABEL)}
     template = Template(
         ranks=facts.number("ranks", MAX_RANKS) or len(pod.relays) or 1,
         tenant=facts.text("tenant") or DEFAULT_GROUP,
@@ -227,7 +227,7 @@ def read_engine(pod: Pod, instance: str, namespace: str, ports: Sequence[int], s
     return engine._replace(providers=tuple(EngineProvider(url, template, instance, declaration=declared) for url in urls))
 
 
-class _Facts:
+class _PodFields:
     """The values in the labels, annotations and ports of a pod."""
 
     def __init__(self, pod: Pod, convention: Convention) -> None:

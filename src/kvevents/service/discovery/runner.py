@@ -17,7 +17,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.provider import Finding, Provider
 from kvevents.service.errors import ConflictError
-from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.registration import Registration, Scope, StreamKey, check_same_engine
 from kvevents.service.settings import EngineSources, Limits
 from kvevents.stream import Checkpoint
 
@@ -35,14 +35,14 @@ SETTLE_SECONDS: Final = 0.05
 class MergedFindings(Struct):
     """The findings of all providers together."""
 
-    registrations: dict[Key, Registration] = {}
+    registrations: dict[StreamKey, Registration] = {}
     faults: dict[str, tuple[str, ...]] = {}
     """Maps the name of each provider that has faults to these faults."""
     waiting: tuple[str, ...] = ()
     """Names of providers that have not yielded a finding yet, so that their engines are missing from the registrations."""
     adapters: set[Scope] = set()
     """LoRA adapters that requests can name as their model."""
-    origins: dict[Key, str] = {}
+    origins: dict[StreamKey, str] = {}
     """Maps the key of each registration to the name of the provider that found it."""
     adapter_paths: dict[tuple[str, str], str] = {}
     """Maps the names of an engine and of its adapter to the path of the adapter."""
@@ -91,13 +91,13 @@ def _limit_fault(count: int, noun: str, limit: int) -> str:
 # --- running
 
 
-class _Branch:
+class _RunningProvider:
     """A running provider, and the running providers that its newest finding contains."""
 
     def __init__(self, provider: Provider) -> None:
         self.provider: Final = provider
         self.finding: Finding | None = None
-        self.children: dict[Provider, _Branch] = {}
+        self.children: dict[Provider, _RunningProvider] = {}
         self.task: asyncio.Task[None]
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
@@ -133,7 +133,7 @@ class ProviderRunner:
         self._max_sources = max_sources
         self._settle = settle
         self._clock = clock
-        self._branches: list[_Branch] = []
+        self._branches: list[_RunningProvider] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -159,14 +159,14 @@ class ProviderRunner:
                 self._on_change(merged)
             last = merged
 
-    def _start(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
-        branch = _Branch(provider)
+    def _start(self, group: asyncio.TaskGroup, provider: Provider) -> _RunningProvider:
+        branch = _RunningProvider(provider)
         branch.task = group.create_task(self._follow(group, branch), name=f"discovery: {provider.name}")
         self._tasks.add(branch.task)
         branch.task.add_done_callback(self._tasks.discard)
         return branch
 
-    async def _follow(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
+    async def _follow(self, group: asyncio.TaskGroup, branch: _RunningProvider) -> None:
         async with aclosing(branch.provider.watch()) as findings:
             async for finding in findings:
                 refused = self._adjust_children(group, branch, finding.providers)
@@ -174,7 +174,7 @@ class ProviderRunner:
                 branch.finding = replace(finding, faults=finding.faults + faults)
                 self._changed.set()
 
-    def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch, providers: Iterable[Provider]) -> int:
+    def _adjust_children(self, group: asyncio.TaskGroup, branch: _RunningProvider, providers: Iterable[Provider]) -> int:
         """Make `providers`, in this order, the children of a branch. Return how many are left out because of `max_sources`."""
         wanted = dict.fromkeys(providers)
         for gone in branch.children.keys() - wanted.keys():
@@ -203,10 +203,10 @@ class RegistrationTarget(Protocol):
     is_discovery_complete: bool
 
     @property
-    def follow_errors(self) -> dict[Key, str]: ...
+    def follow_errors(self) -> dict[StreamKey, str]: ...
     def replace_adapter(self, source: str, lora: str, /) -> None: ...
     def replace_registrations(
-        self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
+        self, origin: str, registrations: Iterable[Registration], resume: Callable[[StreamKey], Checkpoint | None], /
     ) -> list[str]: ...
 
 
@@ -218,7 +218,7 @@ class EngineDiscovery:
         config: EngineSources,
         watched_file: Path | None,
         target: RegistrationTarget,
-        resume: Callable[[Key], Checkpoint | None],
+        resume: Callable[[StreamKey], Checkpoint | None],
         max_sources: int = Limits().max_sources,
     ) -> None:
         self._target = target
@@ -268,7 +268,7 @@ class EngineDiscovery:
         """Whether every provider has yielded a finding."""
         return not self._merged.waiting
 
-    def owner_of(self, key: Key) -> str | None:
+    def owner_of(self, key: StreamKey) -> str | None:
         """Return the name of the provider that has found a rank; None if no provider has found it."""
         return self._merged.origins.get(key)
 
@@ -315,7 +315,7 @@ def build_providers(config: EngineSources, watched_file: Path | None) -> list[Pr
 def check_engines(config: EngineSources, watched_file: Path | None) -> None:
     """Raise `ConfigError` if engines in the settings and in `watched_file` contradict each other."""
     build_providers(config, watched_file)
-    named: dict[Key, tuple[Registration, str]] = {}
+    named: dict[StreamKey, tuple[Registration, str]] = {}
     firsts: dict[str, Registration] = {}
     sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
     for registration, origin in _configured_registrations(config, watched_file):

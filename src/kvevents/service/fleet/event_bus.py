@@ -15,7 +15,7 @@ from msgspec import Struct
 from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
-MAX_STORED: Final = 1_024
+MAX_EVENTS: Final = 1_024
 """Number of events stored for clients that are slow or reconnect. Of older events, a client receives only the number."""
 
 
@@ -69,7 +69,7 @@ class EventBus:
         self.name: Final = token_hex(4)
         """Random part of all event ids, because every process counts its events from 0."""
         self._lock: Final = threading.Lock()
-        self._newest: Final = deque[StreamEvent](maxlen=MAX_STORED)
+        self._newest: Final = deque[StreamEvent](maxlen=MAX_EVENTS)
         self._count = 0
         """Number of events that have been published."""
         self._subscriptions: Final = set[Subscription]()

@@ -22,8 +22,8 @@ from kvevents.routing import LoadSettings
 from kvevents.service.errors import ConflictError, NotFoundError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
-from kvevents.service.fleet.member import HTTP, Member, Revision
-from kvevents.service.fleet.registration import SEPARATOR, Key, Registration, Scope, check_same_engine
+from kvevents.service.fleet.member import HTTP_ORIGIN, Member, Revision
+from kvevents.service.fleet.registration import NAME_SEPARATOR, Registration, Scope, StreamKey, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
@@ -33,9 +33,9 @@ from kvevents.zeromq.keys import Curve
 log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
-TOPIC: Final = "topic"
+TOPIC_ORIGIN: Final = "topic"
 """Origin of the registration of an engine that connects to the service and is identified by its topic."""
-TRUST_SECONDS: Final = 0.1
+TRUST_UPDATE_SECONDS: Final = 0.1
 """Pause in seconds between two updates of all members' trust, and so the maximum delay until a lost connection is noticed."""
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
@@ -45,14 +45,14 @@ REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes in a round, which reads each member at least one time. One refresh of all would delay queries."""
 MAX_IDLE_REFRESHES: Final = 64
 """Maximum number of members without new events in one refresh. For more than 512 members, a round has more refreshes."""
-MAX_PEERS: Final = 64
+MAX_AVERAGED_STREAMS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
-DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
+DRAINED_REASON: Final = "it is drained: a client of /v1/drain has excluded it from selections"
 """The reason why selections exclude a drained stream, although the service follows it."""
 
 
-Resume: TypeAlias = Callable[[Key], Checkpoint | None]
+Resume: TypeAlias = Callable[[StreamKey], Checkpoint | None]
 """Function that returns the checkpoint from which a stream resumes; None without a checkpoint."""
 
 
@@ -82,19 +82,19 @@ class Fleet(Listener):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index, self.event_bus = index, EventBus()
-        self.members: dict[Key, Member] = {}
+        self.members: dict[StreamKey, Member] = {}
         """The registered members."""
-        self.workers: dict[Key, Member] = {}
+        self.workers: dict[StreamKey, Member] = {}
         """The members, and the further ranks that the members' streams carry."""
-        self._engines: dict[str, dict[Key, Member]] = {}
+        self._engines: dict[str, dict[StreamKey, Member]] = {}
         """Maps the name of each source to its workers."""
-        self._endpoints: dict[str, dict[Key, Member]] = {}
+        self._endpoints: dict[str, dict[StreamKey, Member]] = {}
         """Maps each endpoint to its members."""
-        self.drained: dict[Key, Member] = {}
+        self.drained: dict[StreamKey, Member] = {}
         """The drained members, including members of discovery that are not followed now."""
         self.counts: dict[tuple[str, str], int] = {}
         """Maps dialect and reason to the number of rejected events, for `kvevents_rejected_events`."""
-        self.follow_errors: dict[Key, str] = {}
+        self.follow_errors: dict[StreamKey, str] = {}
         """Maps a rank that was discovered, but is not followed, to the reason, such as an endpoint that cannot be bound."""
         self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
         self.curve = curve
@@ -104,15 +104,15 @@ class Fleet(Listener):
         """The number changes after each change of members that is visible in answers."""
         self.on_change: Callable[[], None] = lambda: None
         """Function that is called when the revision might have changed."""
-        self._published_batches: dict[Key, int] = {}
+        self._published_batches: dict[StreamKey, int] = {}
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be unknown; returns an empty text if all engines are known."""
-        self._changed_members: set[Key] = set()
+        self._changed_members: set[StreamKey] = set()
         """Members that received events since the previous refresh."""
-        self._reported_members: set[Key] = set()
+        self._reported_members: set[StreamKey] = set()
         """Members whose `report` has changed after the newest run of `_update_outdated_trust`."""
-        self._pending_refresh: list[Key] = []
+        self._pending_refresh: list[StreamKey] = []
         """Members that the current round of refreshes has not read yet."""
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
@@ -139,7 +139,7 @@ class Fleet(Listener):
 
     # --- membership
 
-    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume | None = None) -> Future[None]:
+    def register(self, registration: Registration, origin: str = HTTP_ORIGIN, *, resume: Resume | None = None) -> Future[None]:
         """Register a stream, and follow it from the checkpoint that `resume` returns.
 
         Raises `ConflictError` and `TooMuchError`. The future raises `EndpointError` or `ConfigError` for an unusable endpoint.
@@ -182,7 +182,7 @@ class Fleet(Listener):
     def _on_found(self, source: Source) -> Source | None:
         """Register an engine that the follower's thread has found by its topic. Return None if that fails."""
         try:
-            member = self._add(self._registration_of(source.topic), TOPIC)
+            member = self._add(self._registration_of(source.topic), TOPIC_ORIGIN)
         except (ConfigError, ServiceError) as error:
             sentence = f"the engine with the topic {source.topic!r} is not followed: {error}"
             if self.topic_faults.get(source.topic) != sentence:
@@ -194,7 +194,7 @@ class Fleet(Listener):
 
     def _unregister_idle_topics(self) -> None:
         """Unregister engines whose topic has had no connection for `hide_stale_seconds`. Retry engines in `topic_faults`."""
-        for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
+        for member in [member for member in list(self.members.values()) if member.origin == TOPIC_ORIGIN and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
                 log.info("%s: unregistered, because its topic has long had no connection", member.registration.label)
                 with self._lock:
@@ -202,14 +202,14 @@ class Fleet(Listener):
                 self._leave(member)
         for topic in list(self.topic_faults):
             with suppress(ConfigError, ServiceError):
-                self.register(self._registration_of(topic), TOPIC)
+                self.register(self._registration_of(topic), TOPIC_ORIGIN)
                 del self.topic_faults[topic]
 
     def _check(self, registration: Registration) -> None:
         label = registration.label
         if (former := self.members.get(registration.key)) is not None:
             different = " and ".join(former.registration.differences(registration))
-            problem = "registered over HTTP already" if former.origin == HTTP else "followed already"
+            problem = "registered over HTTP already" if former.origin == HTTP_ORIGIN else "followed already"
             problem += f", with another {different}" if different else ""
             raise ConflictError(f"{label} is {problem}", "registered", "unregister it first")
         if len(self.members) >= self._max_sources:
@@ -234,27 +234,27 @@ class Fleet(Listener):
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
         peers = self.scopes.streams_of(registration.scope)
-        self.loads.requests.join(name, rank, peers[:: len(peers) // MAX_PEERS + 1])
+        self.loads.requests.join(name, rank, peers[:: len(peers) // MAX_AVERAGED_STREAMS + 1])
         member.load = self.loads.follow(registration, self.curve)
         member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
         self.index.set_drafts(name, registration.drafts)
         return source
 
-    def unregister(self, key: Key) -> Future[int]:
+    def unregister(self, key: StreamKey) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
         with self._lock:
             member = self._find(key)
             self._drop(member)
         return self.follower.submit(lambda: self._leave(member))
 
-    def _find(self, key: Key) -> Member:
+    def _find(self, key: StreamKey) -> Member:
         if (member := self.members.get(key)) is None:
-            name = f"{key[0].split(SEPARATOR)[-1]} rank {key[1]}"
+            name = f"{key[0].split(NAME_SEPARATOR)[-1]} rank {key[1]}"
             raise NotFoundError(f"{name} is not registered", "not-registered", LISTING_HINT)
         return member
 
-    def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
+    def set_draining(self, key: StreamKey, *, is_draining: bool) -> Future[None]:
         """Exclude a stream from selections, or include it again; the service follows it in both cases.
 
         The future ends after the change. Raises `NotFoundError`.
@@ -273,7 +273,7 @@ class Fleet(Listener):
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
-            if member.origin != HTTP:  # A client receives the error in the answer.
+            if member.origin != HTTP_ORIGIN:  # A client receives the error in the answer.
                 self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
@@ -284,7 +284,7 @@ class Fleet(Listener):
         del members[member.registration.key]
         if not members:
             del self._endpoints[member.registration.endpoint]
-        if member.origin in {HTTP, TOPIC}:  # If discovery finds an engine again, the engine stays drained.
+        if member.origin in {HTTP_ORIGIN, TOPIC_ORIGIN}:  # If discovery finds an engine again, the engine stays drained.
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
         self.on_change()  # Answers must omit the member before the index drops its blocks, else they show EXACT without blocks.
@@ -316,10 +316,10 @@ class Fleet(Listener):
             is_known = key in targets or key[0] in self.unready_sources
             if member.origin == origin and not is_known and self.is_discovery_complete:
                 self.drained.pop(key, None)
-        for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP}]:
+        for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP_ORIGIN}]:
             target = targets.get(member.registration.key)
             is_equal = target is not None and not member.registration.differences(target)
-            if is_equal and member.origin == HTTP:
+            if is_equal and member.origin == HTTP_ORIGIN:
                 log.info("%s: discovery has found this engine; only discovery can unregister it now", member.registration.label)
                 member.origin, member.lease = origin, None
             elif not is_equal and member.origin == origin:
@@ -350,7 +350,7 @@ class Fleet(Listener):
 
     # --- callbacks of the follower
 
-    def on_received(self, keys: Iterable[Key]) -> None:
+    def on_received(self, keys: Iterable[StreamKey]) -> None:
         """Lower the trust of the streams `keys`, if necessary, before the index applies their new deliveries."""
         for key in keys:
             member = self.members.get(key)
@@ -422,13 +422,13 @@ class Fleet(Listener):
         self.on_change()
 
     def on_tick(self) -> None:
-        """Update trust every `TRUST_SECONDS`, and refresh members every `REFRESH_SECONDS`. Called every `TICK_SECONDS`."""
+        """Update trust every `TRUST_UPDATE_SECONDS`, and refresh members every `REFRESH_SECONDS`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
             self._refresh_due = instant + REFRESH_SECONDS
             self._refresh_some(now)
         if instant >= self._trust_due:
-            self._trust_due = instant + TRUST_SECONDS
+            self._trust_due = instant + TRUST_UPDATE_SECONDS
             self._update_outdated_trust(now)
         self.on_change()
 
@@ -456,8 +456,8 @@ class Fleet(Listener):
             if key in changes or key in reported or member.is_outdated(self._why_not_ready(key, member)):
                 self._update_trust(member, now, changes.get(key))
 
-    def _why_not_ready(self, key: Key, member: Member) -> str:
-        return DRAINING if member.is_draining else self.unready_sources.get(key[0], "")
+    def _why_not_ready(self, key: StreamKey, member: Member) -> str:
+        return DRAINED_REASON if member.is_draining else self.unready_sources.get(key[0], "")
 
     def _update_trust(self, member: Member, now: float, trust: Trust | None = None) -> None:
         registration = member.registration
@@ -499,7 +499,7 @@ class Fleet(Listener):
         for key in due:
             self._refresh(key, now)
 
-    def _refresh(self, key: Key, now: float) -> None:
+    def _refresh(self, key: StreamKey, now: float) -> None:
         member = self.members.get(key)
         if member is None:
             return

@@ -19,7 +19,7 @@ from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import is_load_url
-from kvevents.service.fleet.registration import SEPARATOR, Registration
+from kvevents.service.fleet.registration import NAME_SEPARATOR, Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
@@ -265,4 +265,4 @@ class LoadFollower:
 
 def _server_of(worker: tuple[str, int]) -> tuple[str, int]:
     """Return the load subscriber's key for a rank's HTTP server that is polled, but from which no load is read."""
-    return f"{worker[0]}{SEPARATOR}server", worker[1]
+    return f"{worker[0]}{NAME_SEPARATOR}server", worker[1]

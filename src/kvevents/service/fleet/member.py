@@ -24,7 +24,7 @@ from kvevents.subscriber import StreamStatus
 
 MAX_GAPS: Final = 64
 """Maximum number of gaps of one stream that are listed; further gaps are only counted."""
-HTTP: Final = "http"
+HTTP_ORIGIN: Final = "http"
 """Origin of the registrations of clients."""
 ENDPOINT_FAULTS: Final = frozenset(
     map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))

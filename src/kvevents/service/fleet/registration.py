@@ -19,16 +19,16 @@ MAX_BLOCK_SIZE: Final = 1 << 20
 """Maximum size of a block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64
 """Maximum number of draft groups of one engine. An engine has only a few KV cache groups."""
-MAX_SHOWN: Final = 40
+QUOTE_LENGTH: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
-_SCHEMES: Final = frozenset({"http", "https", "grpc"})
+_URL_SCHEMES: Final = frozenset({"http", "https", "grpc"})
 _REQUIRED_TEXTS: Final = frozenset({"instance", "endpoint", "model", "tenant", "group"})
 """Fields of a registration that must not be empty."""
-SEPARATOR: Final = "\x1f"
+NAME_SEPARATOR: Final = "\x1f"
 """Character between the parts of a name in the index. No part can contain this character."""
 
 
-Key: TypeAlias = tuple[str, int]
+StreamKey: TypeAlias = tuple[str, int]
 """Key of a stream in subscriber and index: the name of its source, and its rank."""
 
 
@@ -52,7 +52,7 @@ class Scope(NamedTuple):
         if self.lora is not None or self.salt is not None:
             parts.append("" if self.lora is None else f"+{self.lora}")
             parts.append("" if self.salt is None else sha256(self.salt.encode()).hexdigest())
-        return SEPARATOR.join(parts)
+        return NAME_SEPARATOR.join(parts)
 
 
 class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +105,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
         drafts = self.drafts or ()
         if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group < 1 << 31 for group in drafts):
             raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
-        if self.url is not None and (split_url(self.url, _SCHEMES) is None or " " in self.url):
+        if self.url is not None and (split_url(self.url, _URL_SCHEMES) is None or " " in self.url):
             raise ConfigError(f"invalid url {self.url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
         _check_labels(self.labels)
 
@@ -138,7 +138,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"{name} is empty")
 
     @property
-    def key(self) -> Key:
+    def key(self) -> StreamKey:
         """Name of the stream in subscriber and index. Two tenants that use the same instance name have two streams."""
         return source_name(self.tenant, self.group, self.instance), self.rank
 
@@ -179,7 +179,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
 def source_name(tenant: str, group: str, instance: str) -> str:
     """Return the name of an engine's streams in subscriber and index."""
-    return SEPARATOR.join((tenant, group, instance))
+    return NAME_SEPARATOR.join((tenant, group, instance))
 
 
 class Lease(NamedTuple):
@@ -206,7 +206,7 @@ def _check_labels(labels: Mapping[str, str]) -> None:
         raise ConfigError(f"labels of {sum(lengths)} bytes together are too long: expected at most {MAX_LABEL_BYTES} bytes")
     for text, length in zip(texts, lengths, strict=True):
         if not 0 < length <= MAX_NAME_BYTES or not text.isprintable():
-            raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
+            raise ConfigError(f"invalid label {text[:QUOTE_LENGTH]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
 
 
 def check_same_engine(registration: Registration, other: "Registration") -> None:

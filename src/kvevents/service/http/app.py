@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvevents.service.access import Client
 from kvevents.service.errors import NotFoundError, ServiceError, UnavailableError
-from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
+from kvevents.service.http.messages import RAW_TYPE, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, Route, item_of
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
@@ -190,14 +190,14 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     """Set `request.arguments` from the query string. Raises `RefusedError` for unknown names, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
-    has_body = endpoint.body is not None and not (endpoint.accepts_raw and request.headers.kind == RAW)
+    has_body = endpoint.body is not None and not (endpoint.accepts_raw and request.headers.kind == RAW_TYPE)
     names = () if has_body else [parameter["name"] for parameter in endpoint.parameters if parameter["in"] == "query"]
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
 # --- refused requests
 
-MAX_SHOWN: Final = 80
+QUOTE_LENGTH: Final = 80
 """Maximum number of characters of a header that an error quotes."""
 _BROWSER_HINT: Final = "a browser may send requests only from the service's own page"
 _TOKEN_HINT: Final = "send `Authorization: Bearer TOKEN`"  # noqa: S105 - the text contains no token
@@ -226,12 +226,12 @@ def _refusal_error(refusal: str, endpoint: Route, headers: Headers, limit: int) 
 
 
 def _quote(value: bytes) -> str:
-    return value.decode("latin-1").strip(" \t")[:MAX_SHOWN]
+    return value.decode("latin-1").strip(" \t")[:QUOTE_LENGTH]
 
 
 # --- spans
 
-MAX_PATH: Final = 256
+MAX_PATH_CHARACTERS: Final = 256
 """Maximum number of characters of a path in a span, since clients choose the path."""
 _OTHER_METHOD: Final = "_OTHER"
 """Name that OpenTelemetry's conventions give to all unknown methods."""
@@ -256,7 +256,7 @@ def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManag
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
     known_method, route = request.method if request.method in _KNOWN_METHODS else _OTHER_METHOD, request.endpoint[0]
-    attributes = {"http.request.method": known_method, "url.path": request.path[:MAX_PATH]}
+    attributes = {"http.request.method": known_method, "url.path": request.path[:MAX_PATH_CHARACTERS]}
     name = "HTTP" if known_method == _OTHER_METHOD else known_method
     if route:
         name, attributes["http.route"] = f"{known_method} {route}", route

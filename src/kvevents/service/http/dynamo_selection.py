@@ -281,7 +281,7 @@ def _is_waiting(body: messages.PromptRequest, tracks_prefill: bool | None = None
     return tracks_prefill is not False
 
 
-def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]:
+def _read_prompt_request(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]:
     """Return the body of a request about a prompt, the workers of the requested model, and the prompt."""
     body, tokens = request.read_tokens("token_ids")
     fleet = _fleet_of(service, body)
@@ -294,7 +294,7 @@ def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]
 
 def select(service: Service, request: HttpRequest) -> Response:
     """Select a worker as Dynamo's selection service does. `/reservations` can reserve the selection by its `selection_id`."""
-    body, fleet, prompt = _read(service, request)
+    body, fleet, prompt = _read_prompt_request(service, request)
     selection, matches = _Chooser(fleet, body, prompt).choose()
     if body.selection_id is None:
         return answer(_describe_selection(fleet, prompt, selection, matches), request)
@@ -304,10 +304,10 @@ def select(service: Service, request: HttpRequest) -> Response:
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     """Select a worker, and reserve it under `selection_id` or under a new name."""
-    body, fleet, prompt = _read(service, request)
+    body, fleet, prompt = _read_prompt_request(service, request)
     name = str(uuid4()) if body.selection_id is None else body.selection_id
     with service.selections.booking_lock:
-        _check_free(service, name)
+        _check_unused_name(service, name)
         selection, matches = _Chooser(fleet, body, prompt).choose(name)
     if not selection.is_waiting:
         reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
@@ -341,7 +341,7 @@ def _describe_selection(
 # --- reservations
 
 
-def _check_free(service: Service, name: str) -> None:
+def _check_unused_name(service: Service, name: str) -> None:
     try:
         reservations.ask(service, "GET", name)
     except ServiceError as error:
@@ -365,7 +365,7 @@ def book(service: Service, request: HttpRequest) -> Response:
         service.selections.discard(fleet.scope, name)
         pending = _select_named_worker(service, fleet, body, tokens)
     with service.selections.booking_lock:
-        _check_free(service, name)
+        _check_unused_name(service, name)
         refusal = _unknown_worker_error(worker_id(pending.instance), pending.rank, pending.scope)
         if pending.worker not in fleet.members:
             raise refusal
@@ -459,7 +459,7 @@ def loads(service: Service, request: HttpRequest) -> Response:
 
 def potential_loads(service: Service, request: HttpRequest) -> Response:
     """List the load that each rank would have if it also got the prompt of this request."""
-    body, fleet, prompt = _read(service, request)
+    body, fleet, prompt = _read_prompt_request(service, request)
     matches = fleet.match(prompt)
     potential = _collect_loads(service, fleet.scope, fleet.members)
     for worker, load in zip(fleet.members, potential, strict=True):
@@ -471,7 +471,7 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
 
 def overlap_scores(service: Service, request: HttpRequest) -> Response:
     """Return how many blocks of a prompt each rank holds on each tier."""
-    _, fleet, prompt = _read(service, request)
+    _, fleet, prompt = _read_prompt_request(service, request)
     matches = fleet.match(prompt)
     workers = [_overlap_of(fleet, worker, matches.get(worker, _NO_TOKENS)) for worker in {**fleet.members, **matches}]
     scores = messages.OverlapScores(

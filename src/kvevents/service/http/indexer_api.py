@@ -17,7 +17,7 @@ from kvevents.package_metadata import page_link
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import EngineQueryError, Template, check_endpoint, check_load
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.fleet.registration import MAX_SHOWN, Registration
+from kvevents.service.fleet.registration import QUOTE_LENGTH, Registration
 from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
@@ -25,7 +25,7 @@ from kvevents.service.registrations import InstanceQuery
 from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, pick
 from kvevents.service.service import Service
 
-HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
+HASH_REGEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 _HASH_PATTERN: Final = "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$"
 Hash = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1, "pattern": _HASH_PATTERN})]
 MAX_WARNINGS: Final = 8
@@ -103,7 +103,7 @@ async def register(service: Service, request: HttpRequest) -> Response:
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _fields_hint()) from error
     outcomes = [await service.registrations.register(rank, request.client, body.lease_seconds) for rank in ranks]
-    warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
+    warnings = [f"ignored unknown field {name[:QUOTE_LENGTH]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
     warnings += filter(None, (outcome.warning for outcome in outcomes))
     fields: dict[str, Any] = {"warnings": warnings} if warnings else {}
     if not body.endpoint:
@@ -222,12 +222,12 @@ def read_hashes(service: Service, hashes: list[int | str]) -> list[int]:
 def _to_unsigned(value: int | str) -> int:
     if isinstance(value, int):
         number = value
-    elif HASH.fullmatch(value):
+    elif HASH_REGEX.fullmatch(value):
         number = int(value, 0)
     else:
         number = 1 << 64
     if not -(1 << 63) <= number < 1 << 64:
-        text = value[:MAX_SHOWN] if isinstance(value, str) else value
+        text = value[:QUOTE_LENGTH] if isinstance(value, str) else value
         hint = "send integers, signed or unsigned, or 0x..."
         raise ServiceError(f"invalid hash {text!r}: expected a 64-bit integer", "bad-hash", hint, status=422)
     return number & 0xFFFF_FFFF_FFFF_FFFF

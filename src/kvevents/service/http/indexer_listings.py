@@ -17,8 +17,8 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Key, Registration
-from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
+from kvevents.service.fleet.registration import Registration, StreamKey
+from kvevents.service.http.messages import JSON_TYPE, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import add_entity_tag, cut_page, link_next, matches
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
@@ -29,7 +29,7 @@ _STATUSES: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "a
 
 def workers(service: Service, request: HttpRequest) -> Response:
     """List every instance with its ranks; the header `Link` has the address of the next page, if it exists."""
-    instances: dict[Key, list[Member]] = {}
+    instances: dict[StreamKey, list[Member]] = {}
     for member in list_members(service, request.arguments):  # A filter selects all ranks of an instance or none.
         instances.setdefault((member.registration.key[0], 0), []).append(member)
     page, cursor = cut_page(instances.items(), request.arguments)
@@ -135,11 +135,11 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
         hint = "read /v1/blocks page by page, or raise limits.max_dump_blocks"
         raise TooMuchError(f"the index has {total} blocks, and /dump returns at most {limit}", "too-many-blocks", hint)
     await service.dump_lock.acquire(service.settings.limits.request_seconds)
-    return StreamingResponse(_dump_pieces(service), JSON, service.dump_lock.release)
+    return StreamingResponse(_dump_pieces(service), JSON_TYPE, service.dump_lock.release)
 
 
 async def _dump_pieces(service: Service) -> AsyncIterator[bytes]:
-    groups: dict[str, list[tuple[Key, Member]]] = {}
+    groups: dict[str, list[tuple[StreamKey, Member]]] = {}
     for key, member in sorted(service.fleet.workers.items()):
         registration = member.registration
         groups.setdefault(f"{registration.model}:{registration.group}", []).append((key, member))

@@ -20,18 +20,18 @@ from kvevents.service.settings import Limits
 from kvevents.settings import fault_of, suggestion, with_path
 from kvevents_native import _native
 
-JSON: Final = b"application/json"
-PROBLEM: Final = b"application/problem+json"
+JSON_TYPE: Final = b"application/json"
+PROBLEM_TYPE: Final = b"application/problem+json"
 """Media type of errors (RFC 9457), whatever media types the request accepts."""
-MSGPACK: Final = b"application/msgpack"
-OLD_MSGPACK: Final = b"application/x-msgpack"
+MSGPACK_TYPE: Final = b"application/msgpack"
+OLD_MSGPACK_TYPE: Final = b"application/x-msgpack"
 """Unregistered media type of msgpack, which older clients send."""
-RAW: Final = b"application/octet-stream"
-_WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
+RAW_TYPE: Final = b"application/octet-stream"
+_WEIGHT_PATTERN: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 """Matches a weight in an `Accept` header."""
 _NOT_ACCEPTED: Final = (0.0, 0)
 """Weight and position for a media type that a client does not accept."""
-MAX_ERROR: Final = 800
+MAX_ERROR_CHARACTERS: Final = 800
 """Maximum number of characters of an error's sentence, because the sentence can quote the request."""
 
 _encode = msgspec.json.Encoder().encode
@@ -63,10 +63,10 @@ def prefers_msgpack(accept: bytes) -> bool:
     for position, entry in enumerate(accept.lower().split(b",")):
         kind, *parameters = (part.strip(b" \t") for part in entry.split(b";"))
         weight = next((value[2:] for value in parameters if value.startswith(b"q=")), b"1")
-        if _WEIGHT.fullmatch(weight):
+        if _WEIGHT_PATTERN.fullmatch(weight):
             ranks.setdefault(kind, (float(weight), -position))
-    msgpack = max((ranks[kind] for kind in (MSGPACK, OLD_MSGPACK) if kind in ranks), default=_NOT_ACCEPTED)
-    other = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _NOT_ACCEPTED)
+    msgpack = max((ranks[kind] for kind in (MSGPACK_TYPE, OLD_MSGPACK_TYPE) if kind in ranks), default=_NOT_ACCEPTED)
+    other = next((ranks[kind] for kind in (JSON_TYPE, b"application/*", b"*/*") if kind in ranks), _NOT_ACCEPTED)
     return msgpack[0] > 0 and msgpack > other
 
 
@@ -119,9 +119,9 @@ class HttpRequest(Struct, eq=False):
     def read(self) -> Any:
         """Return the decoded body, checked against the schema. Raises `ServiceError`."""
         kind = self.headers.kind
-        if kind in {MSGPACK, OLD_MSGPACK}:
+        if kind in {MSGPACK_TYPE, OLD_MSGPACK_TYPE}:
             return self._decode(self.decoders.msgpack, self.body)
-        if kind == JSON or kind.endswith(b"+json"):
+        if kind == JSON_TYPE or kind.endswith(b"+json"):
             return self._decode(self.decoders.json, self.body)
         # Require a content type: browsers send forms, text and untyped bodies to other origins without a preflight request.
         sentence = f"unsupported content type {kind.decode('latin-1')!r}"
@@ -130,7 +130,7 @@ class HttpRequest(Struct, eq=False):
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
         """Return the decoded body, and the token ids in its field `name`, as a buffer if possible. Raises `ServiceError`."""
-        extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON else None
+        extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON_TYPE else None
         if extracted_parts is not None:
             return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]
         value = self.read()
@@ -144,7 +144,7 @@ class HttpRequest(Struct, eq=False):
             value = _decode(decoder, body)
         except ServiceError:  # Only now look for unknown fields and numbers such as 1.0, because they are rare.
             known = self._drop_unknown_fields(decoder, body)
-            if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
+            if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN_BYTES:
                 known = _replace_whole_floats(known)
             if known is body:
                 raise
@@ -173,7 +173,7 @@ class Response(Struct, eq=False):
 
     body: bytes = b""
     status: int = 200
-    kind: bytes = JSON
+    kind: bytes = JSON_TYPE
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
@@ -191,7 +191,7 @@ AnyResponse: TypeAlias = Response | StreamingResponse
 def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:
     """Return a response with a value as JSON, or as msgpack if the request prefers msgpack."""
     if request is not None and request.headers.wants_msgpack:
-        return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
+        return Response(_encode_msgpack(value), status=status, kind=MSGPACK_TYPE)
     return Response(_encode(value), status=status)
 
 
@@ -203,14 +203,14 @@ def answer_json(body: bytes, request: HttpRequest) -> Response:
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
     """Return an error as problem details."""
     problem = Problem.of(error.code, error.reason, _shorten(error.sentence), _shorten(error.hint))
-    return Response(_encode(problem), status=error.code, kind=PROBLEM, headers=headers)
+    return Response(_encode(problem), status=error.code, kind=PROBLEM_TYPE, headers=headers)
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]}..."
 
 
-MAX_REWRITTEN: Final = 1 << 16
+MAX_REWRITTEN_BYTES: Final = 1 << 16
 """Maximum size in bytes of JSON in which numbers such as `1.0` are replaced. At this size, it takes about 10 ms."""
 
 

@@ -10,15 +10,15 @@ from urllib.parse import urlencode
 
 from kvevents.service.errors import RefusedError
 from kvevents.service.fleet.event_bus import StreamEvent
-from kvevents.service.fleet.registration import MAX_SHOWN, Key, Registration
+from kvevents.service.fleet.registration import QUOTE_LENGTH, Registration, StreamKey
 from kvevents.service.http.messages import HttpRequest, Response
 
 T = TypeVar("T")
 
-MAX_LISTED: Final = 10_000
+MAX_LISTED_ITEMS: Final = 10_000
 """Maximum number of items on a page, and the default of `limit` in listings of the fleet. The default of
 `max_sources` is less than half of this number."""
-CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
+CURSOR_PATTERN: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 """Pattern of the cursor in listings of the fleet: the key of the item before the page; empty for the first page."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
 
@@ -30,7 +30,7 @@ def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: 
         return default
     # Check the length first: `int` raises an error for very long numbers.
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or not minimum <= int(text) <= maximum:
-        sentence = f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from {minimum} to {maximum}"
+        sentence = f"invalid {name} {text[:QUOTE_LENGTH]!r}: expected a number from {minimum} to {maximum}"
         raise RefusedError(sentence, "bad-parameter", "see /openapi.json")
     return int(text)
 
@@ -39,7 +39,7 @@ def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
     """Return the cursor from the query string. Raises `RefusedError` for a cursor that `pattern` does not match."""
     cursor = arguments.get("cursor", "")
     if pattern.fullmatch(cursor) is None:
-        raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")
+        raise RefusedError(f"invalid cursor {cursor[:QUOTE_LENGTH]!r}", "bad-parameter", "send `next` of the previous page")
     return cursor
 
 
@@ -48,10 +48,10 @@ def matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> boo
     return all(getattr(item, name) == filters[name] for name in _FILTERS if name in filters)
 
 
-def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:
+def cut_page(items: Iterable[tuple[StreamKey, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:
     """Return the items of the requested page, sorted by key, and the cursor of the next page (None on the final page)."""
-    limit = read_number(arguments, "limit", MAX_LISTED, MAX_LISTED)
-    name, _, rank = read_cursor(arguments, CURSOR).partition(".")
+    limit = read_number(arguments, "limit", MAX_LISTED_ITEMS, MAX_LISTED_ITEMS)
+    name, _, rank = read_cursor(arguments, CURSOR_PATTERN).partition(".")
     position = (bytes.fromhex(name).decode("utf-8", "replace"), int(rank)) if name else None
     sorted_items = sorted((item for item in items if position is None or item[0] > position), key=lambda item: item[0])
     page = sorted_items[:limit]

@@ -14,11 +14,11 @@ from msgspec import UNSET, Struct
 from kvevents.service.data_plane import QueryAnswer
 from kvevents.service.errors import ServiceError, TooMuchError
 from kvevents.service.fleet.registration import Scope
-from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Response
+from kvevents.service.http.messages import JSON_TYPE, MSGPACK_TYPE, HttpRequest, Response
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
-_PROMPTS: Final = frozenset({"tokens", "token_ids"})
+_PROMPT_FIELDS: Final = frozenset({"tokens", "token_ids"})
 """Fields with the token ids of one prompt. `DataPlane.answer` takes these token ids as a separate argument."""
 
 
@@ -34,14 +34,14 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
     `changes` are values that replace fields of the body. Raises `ServiceError`.
     """
     scope = scope_of(query)
-    values = {name: getattr(query, name) for name in query.__struct_fields__ if name not in _PROMPTS} | changes
+    values = {name: getattr(query, name) for name in query.__struct_fields__ if name not in _PROMPT_FIELDS} | changes
     fields = {name: value for name, value in values.items() if value is not None and value is not UNSET}
     wants_msgpack = request.path.startswith("/v1/") and request.headers.wants_msgpack
     response = ask(service, scope, request.path, fields, tokens, wants_msgpack=wants_msgpack)
     request.span_attributes = {"kvevents.model": scope.model, "kvevents.longest_matched": response.longest_match}
     if count := sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens):  # A query by hash has no tokens.
         request.span_attributes["kvevents.prompt_tokens"] = count
-    return Response(response.body, kind=MSGPACK if wants_msgpack else JSON)
+    return Response(response.body, kind=MSGPACK_TYPE if wants_msgpack else JSON_TYPE)
 
 
 def ask(

@@ -10,7 +10,7 @@ import msgspec
 from kvevents.client.schemas import MAX_RESERVATION_ID_LENGTH, RESERVATION_ID_PATTERN, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
 from kvevents.service.http.messages import HttpRequest, Response, answer_json
-from kvevents.service.http.pages import MAX_LISTED, read_number
+from kvevents.service.http.pages import MAX_LISTED_ITEMS, read_number
 from kvevents.service.service import Service
 
 _NO_CHANGES: Final = ReservationUpdate()
@@ -49,7 +49,7 @@ def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _
 
 def list_open(service: Service, request: HttpRequest) -> Response:
     """List open reservations; those that expire first come first."""
-    limit = read_number(request.arguments, "limit", 1_000, MAX_LISTED)
+    limit = read_number(request.arguments, "limit", 1_000, MAX_LISTED_ITEMS)
     return answer_json(service.data_plane.reservations(limit), request)
 
 

@@ -22,7 +22,7 @@ from kvevents.service.access import Role
 from kvevents.service.http import dynamo_messages as dynamo
 from kvevents.service.http import dynamo_selection as selection
 from kvevents.service.http import indexer_api, indexer_listings, pages, reservations, v1
-from kvevents.service.http.messages import PROBLEM, AnyResponse, Decoders, HttpRequest, Response, answer
+from kvevents.service.http.messages import PROBLEM_TYPE, AnyResponse, Decoders, HttpRequest, Response, answer
 from kvevents.service.http.thread_pools import PoolName
 from kvevents.service.service import Service
 from kvevents.stream import TrustState
@@ -81,34 +81,34 @@ def _make_param(name: str, description: str, place: str = "query", *, required: 
 
 
 def _limit_parameter(default: str = "") -> dict[str, Any]:
-    return _make_param("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED)
+    return _make_param("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED_ITEMS)
 
 
 def _filter_parameters(**names: str) -> tuple[dict[str, Any], ...]:
     return tuple(_make_param(name, f"only this {what}") for name, what in names.items())
 
 
-_NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
+_NAME_SCHEMA: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _FILTERS: Final = _filter_parameters(instance="engine", model="model", tenant="tenant", group="routing group")
 _SCOPE_FILTERS: Final = _filter_parameters(model_name="model", tenant_id="tenant", routing_group="routing group")
 _RAW: Final = (
-    _make_param("model", "for a raw body: name of the model", **_NAME),
+    _make_param("model", "for a raw body: name of the model", **_NAME_SCHEMA),
     *(
         _make_param(name, f"for a raw body: as `{name}` of `MatchRequest`", **schema)
         for name, schema in {
-            **dict.fromkeys(("tenant", "group", "lora", "salt"), _NAME),
+            **dict.fromkeys(("tenant", "group", "lora", "salt"), _NAME_SCHEMA),
             "lora_id": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
             "expected": {"type": "boolean"},
             "whole_prompt": {"type": "boolean"},
         }.items()
     ),
 )
-_TAGGED: Final = _make_param("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
+_TAG_PARAMETER: Final = _make_param("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
 """The header parameter of endpoints whose responses have an entity tag."""
 _PAGE: Final = (
-    _limit_parameter(f"; default {pages.MAX_LISTED}"),
-    _make_param("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
-    _TAGGED,
+    _limit_parameter(f"; default {pages.MAX_LISTED_ITEMS}"),
+    _make_param("cursor", "where the page begins", type="string", pattern=pages.CURSOR_PATTERN.pattern),
+    _TAG_PARAMETER,
 )
 _BLOCKS: Final = (
     _make_param("instance", "name of the engine instance", required=True),
@@ -116,15 +116,15 @@ _BLOCKS: Final = (
     _make_param("tenant", "tenant; default: `default`"),
     _make_param("group", "routing group; default: `default`"),
     _limit_parameter(),
-    _make_param("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR.pattern),
+    _make_param("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR_PATTERN.pattern),
 )
 _EVENTS: Final = (
     *_FILTERS,
     _make_param("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
 )
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
-_FAILED: Final = {503: "the process failed and must be restarted"}
-_REGISTERED: Final = {200: "an equal registration existed before, or the request has the form of Mooncake's API"}
+_FAILED_STATUS: Final = {503: "the process failed and must be restarted"}
+_REGISTERED_STATUS: Final = {200: "an equal registration existed before, or the request has the form of Mooncake's API"}
 
 
 def health(service: Service, request: HttpRequest) -> Response:
@@ -141,9 +141,9 @@ def ready(service: Service, request: HttpRequest) -> Response:
 
 def metrics(service: Service, _request: HttpRequest) -> Response:
     """Return the metrics in Prometheus' text format."""
-    from kvevents.service.exposition import exposition  # noqa: PLC0415 - a slow import, only for scrapes
+    from kvevents.service.exposition import format_metrics  # noqa: PLC0415 - a slow import, only for scrapes
 
-    return Response(exposition(service), kind=METRICS_TYPE)
+    return Response(format_metrics(service), kind=METRICS_TYPE)
 
 
 @cache
@@ -198,7 +198,7 @@ _probe: Final = partial(_public, is_probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    _changing("/register", indexer_api.register, body=schemas.RegisterRequest, status=201, statuses=_REGISTERED),
+    _changing("/register", indexer_api.register, body=schemas.RegisterRequest, status=201, statuses=_REGISTERED_STATUS),
     _changing("/unregister", indexer_api.unregister, body=schemas.UnregisterRequest),
     _matching("/query", indexer_api.query, body=indexer_api.QueryRequest),
     _matching("/query_by_hash", indexer_api.query_by_hash, body=indexer_api.HashQueryRequest),
@@ -243,8 +243,8 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/blocks", v1.blocks, answer=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
     _v1("GET", "/v1/events", v1.events, answer=str, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    _probe("/health", health, answer=schemas.HealthAnswer, statuses=_FAILED),
-    _probe("/livez", health, answer=schemas.HealthAnswer, statuses=_FAILED),
+    _probe("/health", health, answer=schemas.HealthAnswer, statuses=_FAILED_STATUS),
+    _probe("/livez", health, answer=schemas.HealthAnswer, statuses=_FAILED_STATUS),
     _probe("/readyz", ready, answer=schemas.ReadyAnswer, statuses={503: "the service is not ready"}),
     _public("/metrics", metrics, answer=str, role="read", media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi, answer=_Object),
@@ -256,19 +256,19 @@ ROUTES: Final[dict[str, dict[str, Route]]] = {}
 for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
 
-ITEM: Final = "{id}"
+ITEM_PLACEHOLDER: Final = "{id}"
 """Placeholder in the path of a route, in place of the name of a reservation."""
 
 
 def item_of(path: str, path_of_request: str) -> str:
     """Return the text that a request's path has in place of `{id}` in the route's path; empty if the route has no `{id}`."""
-    prefix, _, suffix = path.partition(ITEM)
+    prefix, _, suffix = path.partition(ITEM_PLACEHOLDER)
     return path_of_request.removeprefix(prefix).removesuffix(suffix)
 
 
 # --- OpenAPI -----------------------------------------------------------------------------------------------------------------
 
-_ERRORS: Final = {
+_ERROR_TEXTS: Final = {
     400: "the request cannot be used",
     401: "a token is required",
     403: "the token does not have the required role",
@@ -326,7 +326,7 @@ def _describe_operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, A
         "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
         "summary": (endpoint.handler.__doc__ or "").partition("\n")[0],
         "tags": [endpoint.tag],
-        "parameters": [*([_ITEM_PARAMETER] if ITEM in endpoint.path else []), *endpoint.parameters],
+        "parameters": [*([_ITEM_PARAMETER] if ITEM_PLACEHOLDER in endpoint.path else []), *endpoint.parameters],
         "responses": _describe_responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
@@ -344,9 +344,9 @@ def _describe_responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, A
         str(status): {"description": description, "content": content}
         for status, description in {endpoint.status: "success", **endpoint.statuses}.items()
     }
-    if _TAGGED in endpoint.parameters:
+    if _TAG_PARAMETER in endpoint.parameters:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
-    problem = {PROBLEM.decode(): {"schema": by_kind[id(Problem)]}}
-    for status, description in _ERRORS.items():
+    problem = {PROBLEM_TYPE.decode(): {"schema": by_kind[id(Problem)]}}
+    for status, description in _ERROR_TEXTS.items():
         responses.setdefault(str(status), {"description": description, "content": problem})
     return responses

@@ -13,7 +13,7 @@ from kvevents.service.errors import UnavailableError
 T = TypeVar("T")
 
 PoolName: TypeAlias = Literal["listing", "queries", "fleet", "metrics"]
-_THREADS: Final[dict[PoolName, int]] = {
+_THREADS_BY_POOL: Final[dict[PoolName, int]] = {
     "listing": 1,  # Reads all blocks of a worker.
     "queries": 4,  # Checks and answers the queries that the data plane has forwarded.
     "fleet": 2,  # Lists all members of the fleet.
@@ -49,7 +49,7 @@ class ThreadPool:
 
 def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
     """Return new thread pools for one service. The keys are the names of the pools."""
-    return {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
+    return {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS_BY_POOL.items()}
 
 
 class BoundedLock:

@@ -15,13 +15,13 @@ from kvevents.client import schemas
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import Subscription
 from kvevents.service.fleet.registration import source_name
-from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import MAX_LISTED, add_entity_tag, cut_page, matches, read_cursor, read_number
+from kvevents.service.http.messages import RAW_TYPE, HttpRequest, Response, StreamingResponse, answer
+from kvevents.service.http.pages import MAX_LISTED_ITEMS, add_entity_tag, cut_page, matches, read_cursor, read_number
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
 
-CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
+CURSOR_PATTERN: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Pattern of the cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
 """Seconds without an event after which `/v1/events` sends a comment. The comment keeps proxies from closing the connection and
@@ -37,7 +37,7 @@ def match(service: Service, request: HttpRequest) -> Response:
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids (unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`). With raw token ids, all other fields are in the query string.
     """
-    query, tokens = _raw_prompt(request) if request.headers.kind == RAW else request.read_tokens("tokens")
+    query, tokens = _raw_prompt(request) if request.headers.kind == RAW_TYPE else request.read_tokens("tokens")
     return answer_query(service, request, query, tokens)
 
 
@@ -112,8 +112,8 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     key = source_name(tenant, group, instance), rank
     if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
-    limit = read_number(arguments, "limit", 1_000, MAX_LISTED)
-    if cursor := read_cursor(arguments, CURSOR):
+    limit = read_number(arguments, "limit", 1_000, MAX_LISTED_ITEMS)
+    if cursor := read_cursor(arguments, CURSOR_PATTERN):
         return answer(service.block_listings.next_page(key, cursor, limit), request)
     return answer(service.block_listings.first_page(key, service.blocks(key), limit, lambda: member.trust_status), request)
 
@@ -132,10 +132,10 @@ def events(service: Service, request: HttpRequest) -> StreamingResponse:
     context = ExitStack()
     # Subscribe before the generator starts, so that `len(event_bus)` counts this client at once.
     subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
-    return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
+    return StreamingResponse(_encode_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
 
-async def _events(subscription: Subscription, filters: Mapping[str, str]) -> AsyncIterator[bytes]:
+async def _encode_events(subscription: Subscription, filters: Mapping[str, str]) -> AsyncIterator[bytes]:
     yield b"retry: 2000\nid: %b\n\n" % subscription.last_id.encode()
     sent_at = time.monotonic()
     while not subscription.bus.is_closed:
