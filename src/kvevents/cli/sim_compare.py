@@ -172,7 +172,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def report_disagreements(results: list[PolicyResult], console: Console) -> int:
-    """Print examples of lookups for which index and engine disagree (a defect of kvevents), and return the number of all."""
+    """Print examples of lookups for which index and engine disagree (a defect). Return the number of all these lookups."""
     for result in results:
         for lookup in result.examples:
             text = f"found {lookup.cached:,} of {lookup.prompt:,} tokens where the index says {lookup.indexed:,}"

@@ -21,7 +21,7 @@ MAX_NAME_BYTES: Final = 512
 MAX_RESERVATION_ID_LENGTH: Final = 128
 """Maximum number of characters in the name of a reservation."""
 RESERVATION_ID_PATTERN: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
-"""Pattern of a reservation's name, without line feeds, and without names of only dots, which clients remove from paths."""
+"""Pattern of a reservation's name. It excludes line feeds, and names of only dots: clients remove such names from paths."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Maximum number of seconds after which a reservation expires."""
 MAX_LABELS: Final = 32
@@ -374,7 +374,7 @@ class LoadView(Struct, frozen=True, kw_only=True):
     waiting: int
     """Number of requests in the queue."""
     waiting_uncached_tokens: int | None
-    """Number of prompt tokens that the waiting requests must compute; null if the engine, like vLLM, does not report it."""
+    """Number of prompt tokens that the waiting requests must compute; null if the engine does not report it (vLLM)."""
     used_tokens: int
     """Number of tokens of the KV cache that are in use; 0 if unknown."""
     max_tokens: int
@@ -501,7 +501,7 @@ class SourcesAnswer(Struct, frozen=True, kw_only=True):
 
     sources: list[SourceView]
     faults: dict[str, list[str]]
-    """Faults by discovery provider, such as a missing rank or a name that does not resolve."""
+    """Maps a discovery provider to its faults, such as a missing rank or a name that does not resolve."""
     next: str | None = None
     """Parameter `cursor` for the next page; null on the final page."""
 

@@ -37,7 +37,7 @@ _CURVE_OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_SECONDS) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    If a server of kvevents refuses a key, it sends no error, so that the peer retries (see `kvevents.zeromq.zap`). The outcome
+    If a server of kvevents refuses a key, it sends no error, and the peer retries (see `kvevents.zeromq.zap`). The outcome
     is then `silent` or `dropped`.
     """
     deadline = time.monotonic() + timeout

@@ -17,7 +17,7 @@ from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
 MIN_LOOKUPS: Final = 20
-"""If all lookups found nothing, this is a fault from this number of lookups on, and a warning below it."""
+"""Number of lookups without any match that counts as a fault; a smaller number counts as a warning."""
 _LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP_ERRORS: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""

@@ -187,7 +187,7 @@ class DataPlane:
     def answer(
         self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool = False
     ) -> QueryAnswer | None:
-        """Answer a query that has these fields in its body, and these token ids in its prompt.
+        """Answer a query with `fields` in its body, and the token ids `tokens` as its prompt.
 
         Return None if no worker serves the model, or if the fleet has failed. Raises `ServiceError` if the query cannot be
         answered for the current fleet, and `OverflowError` for a number of more than 64 bits.

@@ -62,7 +62,7 @@ _CANONICAL_NAMES: Final = {alias: name for name, aliases in SCOPE_NAMES.items() 
 _FIELDS_BY_WORD: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words that only names of scope fields contain, each with a field to suggest. An unknown name with such a word is rejected."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""Maps each name of a scope field except the model, written without underscores, to the name."""
+"""Maps each name of a scope field, without its underscores, to the name itself. The names of the model are left out."""
 MAX_UNKNOWN_FIELDS: Final = 64
 """Maximum number of unknown fields in one request, because comparing each field with the known names takes time."""
 MAX_COMPARED_CHARACTERS: Final = 40
@@ -107,7 +107,7 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field (or to a missing model)."""
+    """Raise `RefusedError` for too many unknown names, and for names similar to a scope field (to a model, if it is absent)."""
     if len(unknown_names) > MAX_UNKNOWN_FIELDS:
         sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN_FIELDS}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")

@@ -62,7 +62,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_clients: Positive = 1_024
     """Maximum number of open connections. A further connection replaces an idle connection, if any connection is idle."""
     reserved_clients: Positive = 32
-    """Number of connections beyond `max_clients`, on which the service only answers probes and `/metrics`."""
+    """Number of connections beyond `max_clients`, on which the service answers only probes and `/metrics`."""
     max_received_bytes: Bytes = 256 << 20
     """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each request."""
     max_unread_bytes: Bytes = 256 << 20

@@ -399,7 +399,7 @@ class EngineProvider(Struct, frozen=True):
                 return await self._make_finding(url, parse(answer, url.host))
         if self.declaration is not None:
             ranks = self.declaration.endpoints(bracket_host(url.host), self.template)
-            return await self._make_finding(url, EngineInfo(ranks, has_metrics=True))  # For example, for vLLM before 0.31.
+            return await self._make_finding(url, EngineInfo(ranks, has_metrics=True))  # As for vLLM before 0.31.
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
         raise EngineQueryError(f"cannot ask {url} for its endpoints: it has {paths}; name the engine by its endpoint")
 

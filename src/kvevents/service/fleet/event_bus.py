@@ -102,7 +102,7 @@ class EventBus:
     def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
         """Return a context with a subscription to the events after `last_id`. Call this method in the event loop.
 
-        The first event is the next event if `last_id` is None, and the oldest stored event if another process made the id.
+        If `last_id` is None, begin with the next event. If another process made the id, begin with the oldest stored event.
         """
         self._loop = asyncio.get_running_loop()
         name, _, number = (last_id or "").partition("-")

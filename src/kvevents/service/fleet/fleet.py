@@ -382,7 +382,7 @@ class Fleet(Listener):
         self.on_change()
 
     def _update_after(self, batch: RawBatch, member: Member, now: float) -> None:
-        """Update the trust of a member at once if it is not EXACT, or might no longer be EXACT after this batch."""
+        """Update the trust of a member immediately if it is not EXACT, or might no longer be EXACT after this batch."""
         info, key = member.info, member.registration.key
         has_unknown_size = info is None or info.incarnation != batch.incarnation or not info.block_sizes
         if member.registration.block_size is not None and has_unknown_size:
@@ -478,7 +478,7 @@ class Fleet(Listener):
                 worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
-        self.on_change()  # Publish each member at once, so that listings are not newer than the routing table for long.
+        self.on_change()  # Publish each member immediately, so that listings are not newer than the routing table for long.
         if former is not None:
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class _OpenStream(NamedTuple):
-    """A response in pieces that is being sent."""
+    """A response that is being sent in pieces."""
 
     stream: _native.ResponseStream
     has_room: asyncio.Event

@@ -1,4 +1,4 @@
-"""Pages of listings, and entity tags. A client that polls a listing sends the tag, to learn whether it has changed."""
+"""Pages of listings, and entity tags. A client that polls a listing sends its tag, to learn whether the listing has changed."""
 
 from __future__ import annotations
 
