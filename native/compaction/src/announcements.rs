@@ -41,7 +41,7 @@ pub struct RemovalScope {
 #[derive(Debug, Default)]
 pub struct Announcements {
     all: Vec<Announcement>,
-    /// The ID that was returned by the previous call.
+    /// The ID that the previous call of `number_of` has returned.
     last: usize,
 }
 

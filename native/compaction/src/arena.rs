@@ -47,7 +47,7 @@ struct OpenChunks {
     chunks: Vec<u32>,
 }
 
-/// Blocks by ID; see `arena`.
+/// All blocks, found by their IDs; see the module `arena`.
 #[derive(Debug, Default)]
 pub struct Arena {
     chunks: Vec<Chunk>,

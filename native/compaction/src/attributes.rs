@@ -34,7 +34,7 @@ pub struct AttributeTable {
     free: Vec<u32>,
     lookup: HashTable<u32>,
     state: RandomState,
-    /// The ID that was returned by the previous call.
+    /// The ID that the previous call has returned, which the next call probably needs too.
     last: u32,
     /// Number of bytes of texts and extra keys.
     text_bytes: usize,

@@ -54,21 +54,21 @@ pub enum StoreOutcome {
 pub struct Blocks {
     arena: Arena,
     attributes: AttributeTable,
-    /// Blocks with copies, by hash.
+    /// The table by which blocks with copies are found by their hash.
     live: HashTable<u32>,
-    /// Blocks without copies, by hash and key.
+    /// The table by which blocks without copies are found by their hash and key.
     dead: HashTable<u32>,
-    /// The hashes that several live blocks share, and the number of examinations that such blocks may still cause.
+    /// The hashes that several live blocks share, and the remaining number of checks of such blocks.
     pub collisions: Collisions,
-    /// Number of copies in excess of one, by block and announcement.
+    /// Maps a block and an announcement to the number of further copies, which is the number of copies minus one; never 0.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Pairs of block and announcement in which a copy might not exist, by the rules of the index. Either one of several copies was
-    /// removed, or `State::end_payload` has found that a store might have repeated a copy.
+    /// Pairs of block and announcement in which a copy might not exist, according to the rules of the index. Either one of several copies
+    /// was removed, or `State::end_payload` has found that a store might have repeated a copy.
     uncertain: HashSet<(u32, u8)>,
-    /// The blocks with a LoRA that were stored on the device, by key; some outdated blocks are missing.
+    /// The table by which blocks with a LoRA that were stored on the device are found by their key. It lacks some outdated blocks.
     of_loras: HashTable<u32>,
-    /// The replaced LoRAs, and which blocks might have been computed with replaced weights, by the rules of the index.
+    /// The replaced LoRAs, and the blocks that might have been computed with replaced weights, according to the rules of the index.
     loras: ReplacedLoras,
     secret: Secret,
 }
@@ -105,7 +105,7 @@ impl Blocks {
         self.dead.len()
     }
 
-    /// Number of copies in excess of one per block and announcement.
+    /// Number of further copies: all copies except the first of each block in each announcement.
     pub fn extra_copies(&self) -> usize {
         self.extra_count
     }

@@ -11,7 +11,7 @@ use super::state::State;
 
 /// Maximum number of steps of an export for each block and for each copy of a block.
 const STEPS_PER_BLOCK: usize = 60;
-/// Maximum number of further steps, which the application of exported events may take for blocks that share a hash.
+/// Maximum number of additional steps that the application of exported events takes for blocks that share a hash.
 const FREE_STEPS: usize = 3 << 20;
 
 /// An event, and how many times it is repeated.

@@ -106,8 +106,8 @@ pub fn store_of<'a>(read: &'a PayloadEvents<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = read.location(event);
     if event.may_be_copy() {
-        // The group is set even if the engine names none. In exported maps, only a group shows that a repeated store is another copy. A
-        // block without a group is in group 0.
+        // The group is set even if the engine names none. In exported maps, a repeated store counts as another copy only if it names a
+        // group. A block without a group is in group 0.
         location.group.get_or_insert(0);
     }
     Store {

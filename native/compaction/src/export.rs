@@ -68,8 +68,7 @@ struct Exporter<'a> {
     state: &'a State,
     twins: &'a Twins,
     emit: &'a mut dyn FnMut(ExportedEvent),
-    /// Announcements in the order in which their copies are exported; a rebuilt state has them in the same order. A rebuilt state has the
-    /// same order.
+    /// Announcements in the order in which their copies are exported; a rebuilt state has them in the same order.
     ranked: Vec<u8>,
     /// The matching rules that the exported stores have announced.
     exported_rules: GroupRules,
@@ -132,7 +131,7 @@ impl<'a> Exporter<'a> {
         self.remove_surplus();
         self.export_waiting();
         self.export_rules();
-        // From all of the following stores, a consumer concludes that it does not know exactly which blocks tiers below the device hold.
+        // The following stores together make a consumer conclude that it does not know exactly which blocks tiers below the device hold.
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
             let store = self.first_block("GPU");
@@ -176,7 +175,8 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Cleared);
     }
 
-    /// The announcements, as bits, in which a block has a copy that might be gone, if further stores do not add copies on their levels.
+    /// The announcements, as bits, in which a block has a copy that might be gone. Announcements on levels where each store adds a copy are
+    /// omitted.
     fn doubtful_announcements(&self, number: u32) -> u64 {
         let (blocks, announcements) = (&self.state.blocks, &self.state.announcements);
         if !blocks.has_uncertain_copies() {

@@ -30,7 +30,7 @@ pub struct GroupRule {
     pub example: Store<'static>,
 }
 
-/// The rule of each group that was announced latest.
+/// For each group, the rule that was announced latest.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
@@ -39,7 +39,7 @@ pub fn kind_of(store: &Store<'_>) -> GroupKind {
     GroupKind::from_spec(store.kind.as_deref(), store.window).unwrap_or(GroupKind::Unknown)
 }
 
-/// Returns the rule that a store announces, if any. The state can still refuse the blocks of the store.
+/// Returns the rule that a store announces, if any. The rule counts even if the state refuses the blocks of the store.
 fn rule_of(store: &Store<'_>) -> Option<Rule> {
     let kind = kind_of(store);
     let (is_announced, size) = match kind {

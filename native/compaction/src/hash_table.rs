@@ -4,7 +4,7 @@ use hashbrown::HashTable;
 
 /// Capacity, in entries, up to which a table is not shrunk, to avoid frequent resizing.
 const KEPT_CAPACITY: usize = 448;
-/// Capacity divided by the number of entries above which a table is shrunk.
+/// A table is shrunk if its capacity exceeds its number of entries multiplied by this number.
 const MAX_CAPACITY_PER_ENTRY: usize = 8;
 
 /// Inserts the ID of a block that is not in the table.
@@ -75,7 +75,7 @@ mod tests {
         (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9)
     }
 
-    /// The memory of a table depends on the entries that it has. A table loses no entry, and frees all memory with the last entry.
+    /// The memory of a table depends on its present number of entries. A table loses no entry, and frees all memory with the last entry.
     #[test]
     fn a_table_shrinks_with_its_entries() {
         let mut table: HashTable<u64> = HashTable::new();

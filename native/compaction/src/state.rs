@@ -24,16 +24,16 @@ use super::unkept::UnkeptCopies;
 pub const MAX_LIVE: usize = 1 << 24;
 /// Maximum number of blocks and hashes that wait for a parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Maximum number by which dead blocks may exceed the blocks with copies.
+/// Maximum number by which dead blocks can outnumber the blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Maximum number by which copies in excess of one per block may exceed the blocks with copies.
+/// Maximum number by which further copies (see `Blocks::extra_copies`) can outnumber the blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
 /// Maximum number of bytes of LoRA names, salts and extra keys, each of which counts only once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
 /// Maximum number of different block sizes in tokens; the blocks of each size have their own memory.
 pub const MAX_WIDTHS: usize = 64;
 
-/// Maximum number of copies of blocks of groups of unknown kinds.
+/// Maximum number of copies in groups of unknown kinds.
 pub const MAX_UNKEPT: usize = 1 << 22;
 
 /// Why a state is invalid: the exceeded limit, or the unreadable events.
@@ -75,7 +75,7 @@ pub struct State {
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks in groups of unknown kinds.
     pub unkept: UnkeptCopies,
-    /// Stores of the current payload that might be reports of hits, by hash and announcement.
+    /// Stores of the current payload that might be reports of hits, each as a hash and an announcement.
     hit_reports: HitReports<u64, u8>,
     /// Number of tokens after each block that the block's hash also covers.
     pub lookahead: usize,
@@ -326,8 +326,8 @@ impl State {
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
             content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
-            // The parent of a block is looked up by its hash as long as no parent is known. From then on, each block is the parent of the
-            // next.
+            // As long as no parent is known, the parent of a block is looked up by the parent's hash. From then on, each block is the
+            // parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
@@ -413,7 +413,7 @@ impl State {
         Ok(())
     }
 
-    /// The latest block with this hash; None if its prompt was divided into blocks by another scheme.
+    /// The latest block with this hash; None if a scheme other than `scheme` has divided its prompt into blocks.
     fn known_block(&self, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.blocks.find(hash)?;
         let context = self.blocks.attributes(number).context;

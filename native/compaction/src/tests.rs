@@ -70,7 +70,7 @@ fn take(state: &mut State, hash: u64, location: &Location<'_>) {
     state.remove(&[hash], location).expect("within limits");
 }
 
-/// The number of copies by hash and medium, and the pending blocks in the order of their stores.
+/// The number of copies for each hash and medium, and the pending blocks in the order of their stores.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Model {
     live: BTreeMap<(u64, bool), u32>,
@@ -333,7 +333,7 @@ fn a_payload_that_is_decoded_is_applied() {
     assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
 }
 
-/// A history stores the same blocks of one hash, and as many of them, as an index with default limits.
+/// Of the blocks that share a hash, a history stores exactly those that an index with default limits stores.
 #[test]
 fn a_history_has_as_many_blocks_of_one_hash_as_an_index() {
     let count = BLOCKS_PER_HASH as u32 + 10;
@@ -682,7 +682,7 @@ fn only_needed_blocks_take_memory() {
     }
 }
 
-/// Chains that grow block by block, in turn and with a common beginning, take as little memory as long stores.
+/// If chains with a common beginning grow in turn, one block at a time, they take no more memory than if each were stored at once.
 #[test]
 fn blocks_that_are_stored_one_by_one_take_no_more_memory() {
     let mut state = State::default();

@@ -19,8 +19,8 @@ pub struct Group {
     placement: Placement,
     /// A store without blocks, which names the placement and the kind of its group.
     pub example: Store<'static>,
-    /// By hash, the number of stored copies minus the number of removed copies; never 0. As in the index, removals of hashes that were not
-    /// stored also count.
+    /// Maps a hash to the number of its stored copies minus the number of its removed copies; never 0. As in the index, removals of hashes
+    /// that were not stored also count.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
     total: usize,
@@ -103,7 +103,7 @@ impl UnkeptCopies {
         self.groups.iter().map(table).sum::<usize>() + self.groups.capacity() * size_of::<Group>()
     }
 
-    /// The copies by placement. The order depends only on the state, not on its history.
+    /// The copies on each placement. The order depends only on the state, not on its history.
     pub fn sorted(&self) -> Vec<&Group> {
         let mut groups: Vec<&Group> = self.groups.iter().collect();
         groups.sort_by(|one, other| {

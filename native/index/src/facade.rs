@@ -243,7 +243,7 @@ impl Scope {
         }
     }
 
-    /// Adds to the scope the LoRA of the prompt.
+    /// Adds the prompt's LoRA to the scope.
     #[must_use]
     pub fn with_lora(self, name: &str) -> Self {
         Self {
@@ -252,7 +252,7 @@ impl Scope {
         }
     }
 
-    /// Adds to the scope the cache salt of the prompt.
+    /// Adds the prompt's cache salt to the scope.
     #[must_use]
     pub fn with_salt(self, salt: &str) -> Self {
         Self {
@@ -398,8 +398,8 @@ impl Index {
 
     // --- lookups
 
-    /// Returns the workers that hold a prefix of a prompt. Engines always compute the last token of a prompt: without that token in
-    /// `tokens`, the answer counts exactly the tokens that engines save.
+    /// Returns the workers that hold a prefix of a prompt. Engines always compute the last token of a prompt. If `tokens` omits that token,
+    /// the answer counts exactly the tokens that engines need not compute.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         Matches(self.inner.match_prompt(tokens, scope))
     }

@@ -64,13 +64,14 @@ pub struct Group {
 pub enum Method {
     /// Prompts are looked up in bitmaps of many engines at once: the engine has one group, which needs every block of a prefix.
     Bitmaps,
-    /// Prompts are looked up in records: blocks of all groups end where blocks of full attention end, so these blocks' records suffice.
+    /// Prompts are looked up in the records of blocks of full attention; these suffice, since blocks of other groups end at the same
+    /// positions.
     Records,
     /// Prompts are looked up by the hashes that the engine itself computes for prompts (`crate::groups::cache`).
     Hashes,
 }
 
-/// The groups of one engine, by number, and all properties of the engine that determine how prompts are looked up.
+/// The groups of one engine, in the order of their numbers, and all properties of the engine that determine how prompts are looked up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
@@ -78,9 +79,9 @@ pub struct Groups {
     pub hashing: Option<EngineHash>,
     /// Whether the engine's hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
-    /// The levels, as bits, on which a second store of a block is a second copy. These are levels whose events name groups, as vLLM's block
-    /// pool does, and the device if the engine's cache is attested. A cache on another level has one logical copy of a block, which some
-    /// engines announce several times.
+    /// The levels, as bits, on which a second store of a block is a second copy. These are the levels whose events name groups (as events
+    /// of vLLM's block pool do), and the device if the engine's cache is attested. A cache on another level has one logical copy of a
+    /// block, which some engines announce several times.
     pub copied_levels: u8,
     /// Whether the hashes of some stored blocks cover values that no event contains: the path of a LoRA, or the positions of multimodal
     /// items.

@@ -118,7 +118,7 @@ fn local_in(bytes: &mut Vec<u8>, tokens: &[u32], extras: &mut [u64], seed: u64) 
     xxh3_64_with_seed(bytes, seed)
 }
 
-/// The key of a block that follows another one.
+/// Computes the key of a block from its parent's key and its own local hash.
 #[inline]
 pub fn chained(parent: u64, local: u64) -> u64 {
     let mut bytes = [0; 16];

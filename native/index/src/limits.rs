@@ -25,8 +25,8 @@ pub struct Limits {
     /// Maximum number of schemes by which one incarnation of a stream may divide prompts. Each scheme costs a search; an engine has one
     /// scheme.
     pub block_sizes: usize,
-    /// Number of records under one key above which some are hidden from lookups: a stream can hold many blocks with one key under different
-    /// hashes. Some records of each stream are always found.
+    /// If more records than this have one key, some of them are hidden from lookups: a stream can hold many blocks with one key and
+    /// different hashes. Lookups always find some records of each stream.
     pub records_per_key: usize,
     /// Maximum number of blocks that one stream may have under one hash; see `BLOCKS_PER_HASH`.
     pub blocks_per_hash: usize,
@@ -34,7 +34,7 @@ pub struct Limits {
     pub ranks: usize,
     /// Maximum number of removed workers whose later deliveries are ignored.
     pub fences: usize,
-    /// Maximum number of blocks that the routing decisions in the overlay may expect.
+    /// Maximum number of blocks of all speculative entries in the overlay.
     pub speculated: usize,
 }
 

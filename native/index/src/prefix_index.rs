@@ -43,7 +43,7 @@ pub struct PrefixIndex {
     /// The schema without limits, for events that were decoded within the limits and encoded again.
     unlimited_schema: Schema,
     limits: Limits,
-    /// Routing decisions that no event has confirmed yet.
+    /// Speculative entries: routing decisions that no event has confirmed yet.
     pub(crate) overlay: Mutex<Overlay>,
     pub(crate) ended: Mutex<Counters>,
 }

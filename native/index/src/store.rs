@@ -1,5 +1,4 @@
-//! The blocks of all streams: the records of blocks, the holders of records, the view that lookups read, and the routing decisions that
-//! expect blocks.
+//! The blocks of all streams: the records of blocks, the holders of records, the view that lookups read, and the speculative entries.
 
 pub mod members;
 pub mod overlay;

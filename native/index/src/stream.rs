@@ -98,16 +98,16 @@ pub struct Stream {
     pub blocks: usize,
     /// The sums over all copies except those of pending blocks.
     pub tally: Tally,
-    /// For groups whose blocks the index does not keep: the sum of the contributions of the group's copies to the attestation, by group.
+    /// For each group whose blocks the index does not keep, the sum of the contributions of its copies to the attestation.
     unkept: Vec<(i64, u64)>,
     /// Whether the stream held the same blocks as the engine at the last attestation of this incarnation; None before the first
     /// attestation.
     pub attested: Option<bool>,
     /// The groups of the engine.
     pub groups: Groups,
-    /// The stream's blocks by the engine's own hashes, if lookups need them.
+    /// Maps the engine's own hashes to the stream's blocks; None if lookups do not need this map.
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
-    /// Copies that the current batch has changed, by hash, group and level; empty without `group_cache`.
+    /// The hash, group and level of each copy that the current batch has changed; empty without `group_cache`.
     pub changed_copies: Vec<(u64, i64, u8)>,
     /// Number of times that `group_cache` may be dropped from now on. The number is limited, because the cache must be filled from all
     /// blocks whenever lookups need it again.
@@ -118,13 +118,13 @@ pub struct Stream {
     pub sample: Option<Sample>,
     /// Number of further blocks from which the index tries to determine this scheme.
     pub samples_left: u8,
-    /// First blocks of prompts with salts in the current batch, by salt.
+    /// Salts in the current batch, each with the first block of a prompt that has the salt.
     pub salted: Vec<(String, Sample)>,
     /// Whether prompts can have salts that are not stored.
     pub misses_salts: bool,
     /// Pending entries: blocks and hashes that cannot be placed yet.
     pub waiting: Queue,
-    /// Keys of the blocks that the current batch has stored; None if no routing decision expects blocks of this stream.
+    /// Keys of the blocks that the current batch has stored; None if the stream's worker has no speculative entries.
     pub stored: Option<Vec<u64>>,
     /// Counters of the input that the stream could not use.
     pub counters: Counters,
@@ -134,7 +134,7 @@ pub struct Stream {
     reported: Option<Estimate>,
     /// Whether the stream was removed from the index. Then a caller that has this stream must look up the worker again.
     pub is_removed: bool,
-    /// The placements that the stream has used, by the locations in its events.
+    /// Maps each location in the stream's events to its placement.
     pub places: Vec<(Location<'static>, u16)>,
     /// The bytes of this stream as last added to the total of all streams.
     pub counted: usize,
@@ -142,7 +142,7 @@ pub struct Stream {
     foreign: HashTable<ForeignHash>,
     collisions: Collisions,
     copies: CopyTable,
-    /// Number of bytes that the replaced LoRAs take, which are in the view. 0 if no LoRA was replaced.
+    /// Number of bytes that the stream's replaced LoRAs take in the view; 0 if no LoRA was replaced.
     lora_bytes: usize,
     /// Whether the publisher attests the engine's cache; then each store is a new copy.
     has_attested: bool,
@@ -275,7 +275,7 @@ impl Stream {
         }
     }
 
-    /// For groups whose blocks the index does not keep: the contribution to the attestation, by group.
+    /// For each group whose blocks the index does not keep, its contribution to the attestation.
     pub fn unkept(&self) -> &[(i64, u64)] {
         &self.unkept
     }
@@ -307,7 +307,7 @@ impl Stream {
             + self.sample.as_ref().map_or(0, Sample::bytes)
     }
 
-    /// Upper bound of the number of copies in excess of one per block and placement.
+    /// Upper bound of the number of further copies: all copies except the first of each block on each placement.
     pub fn copies(&self) -> usize {
         self.copies.beyond_first()
     }
@@ -555,7 +555,7 @@ impl Stream {
         self.copies.is_empty()
     }
 
-    /// Adds to the budget of examinations for a payload of this many bytes.
+    /// Adds the checks that a payload of this many bytes allows (see `Collisions::grant`).
     pub fn grant(&mut self, payload: usize) {
         self.collisions.grant(payload);
     }

@@ -127,8 +127,8 @@ fn read_items(
     while tokens.len() < length() {
         for _ in 0..ITEMS_PER_COUNT.min(length() - tokens.len()) {
             let at = tokens.len() as ffi::Py_ssize_t;
-            // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. `given`
-            // owns the item, and no Python code can run before the item is read, since it is a plain `int`.
+            // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. `given` owns
+            // the item, and no Python code can run before the item is read, since the item is a plain `int`.
             let number = unsafe {
                 let item = item_at(given.as_ptr(), at);
                 if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {

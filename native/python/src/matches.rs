@@ -52,7 +52,7 @@ impl WorkerMatch {
     /// Number of tokens of the prefix that the worker certainly holds, over all tiers. It is less than `tokens` if some blocks might be
     /// gone.
     ///
-    /// A block might be gone if it was announced more often than it was removed, since several announcements might mean one copy.
+    /// A block might be gone if it was removed, but less often than it was announced: several announcements might mean one copy.
     #[getter]
     fn certain(&self) -> u32 {
         self.certain[LEVELS - 1]
@@ -60,14 +60,15 @@ impl WorkerMatch {
 
     /// Whether the worker certainly holds all tokens of this match, on each tier.
     ///
-    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. If the engine's hash scheme is unknown, no bound is known in
-    /// two cases: without full attention, and with several block sizes of full attention.
+    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. For an engine with an unknown hash scheme, no bound is known
+    /// if it has no full attention, or full attention with several block sizes.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain
     }
 
-    /// Number of tokens of the prefix by tier, cumulative: the prefix for `cpu` can begin on the GPU and continue in host memory.
+    /// Maps each tier to the number of tokens of the prefix on this tier and faster tiers: the prefix for `cpu` can begin on the GPU and
+    /// continue in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);

@@ -56,10 +56,10 @@ impl Scorer {
     /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the workers with the best score.
     ///
     /// For each worker, `tokens` is the length of its prefix over all tiers, `certain` is the certain part of this length, and `tiers` is
-    /// the length on each tier, faster tiers included. `believed` is the weight of each worker's trust, from 0 to 1. By the position of a
-    /// worker, `inexact` has the tiers whose tokens might all be gone.
+    /// the length on each tier, faster tiers included. `believed` is the weight of each worker's trust, from 0 to 1. `inexact` maps the
+    /// position of a worker to the tiers whose tokens might all be gone.
     #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
-    // Python creates one list for each argument, with a value for each worker, faster than one object for each worker.
+    // Each list has a value for each worker: Python creates a few lists faster than one object for each worker.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,

@@ -14,7 +14,7 @@ use kvevents_index::testing::{OwnedEvent, OwnedExtra, OwnedId, describe, describ
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
-/// Returns the number of times that calls have released the GIL and have checked for signals, during work with Python objects.
+/// Returns how many times calls have released the GIL and then checked for signals, during work with Python objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
     super::turns::TURN_COUNT.load(Ordering::Relaxed)

@@ -60,7 +60,7 @@ pub struct ScoreWeights {
 }
 
 impl ScoreWeights {
-    /// Returns these weights, replaced by those that a request states.
+    /// Returns a copy of these weights, with the changes that a request states.
     pub fn updated(
         &self,
         tiers: &Weights<Tier>,
@@ -90,16 +90,17 @@ const BASE_REQUESTS: f64 = 4.0;
 /// Number of tokens of work as which a request counts, as in `kvevents.routing.policies`.
 const REQUEST_TOKENS: f64 = 256.0;
 
-/// Reduction of the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
+/// Reduction of the score of a session's own worker: another worker is chosen only if its score is lower by more than a tenth of the
+/// prompt.
 const SESSION_BONUS: f64 = 0.1;
 
 /// Maximum load. A larger load counts as this number, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Number of requests up to which a candidate's cache counts in any case, unless the candidate was chosen too often in the last minute.
+/// The cache of a candidate with at most this number of requests counts, except if the candidate was chosen too often in the last minute.
 const GUARD_REQUESTS: f64 = 8.0;
 
-/// Number of cached tokens by tier; None for a worker that the index does not know.
+/// The number of cached tokens on each tier; None for a worker that the index does not know.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiers(pub Option<[u32; 3]>);
 
@@ -114,7 +115,7 @@ impl Serialize for Tiers {
     }
 }
 
-/// Labels of a worker, by name.
+/// Maps the names of a worker's labels to their values.
 pub type Labels = BTreeMap<String, String>;
 
 /// The trust in one worker.
@@ -169,7 +170,7 @@ pub struct ExplainedCandidate<'a> {
     pub session: bool,
     /// Number of tokens of the prompt that the candidate holds, over all tiers.
     pub tokens: u32,
-    /// Number of tokens of the prompt that the candidate holds, by tier.
+    /// For each tier, the number of tokens of the prompt that the candidate holds.
     pub tiers: Tiers,
     /// The trust in these tokens.
     pub trust: &'a Trust,
@@ -227,7 +228,7 @@ pub struct Contender<'a> {
     pub stores_only: &'a [String],
     /// The trust in the worker's blocks of the prompt, as the answer states it.
     pub trust: &'a Trust,
-    /// The state of the worker's stream, even if some of these blocks might be gone.
+    /// The state of the worker's stream; it does not depend on whether some of these blocks might be gone.
     pub state: TrustState,
     /// The distance of the worker from taking requests: 0 with a connection, larger without one.
     pub distance: u8,
@@ -235,7 +236,7 @@ pub struct Contender<'a> {
     pub tokens: u32,
     /// Number of these tokens that the worker certainly holds.
     pub certain: u32,
-    /// Number of tokens of the prompt that the worker holds, by tier.
+    /// For each tier, the number of tokens of the prompt that the worker holds.
     pub tiers: Tiers,
 }
 
@@ -249,7 +250,7 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// The known numbers of requests, by the position of the candidate.
+/// The known numbers of requests of the candidates.
 struct KnownLoads {
     from: LoadFrom,
     /// Returns the number of requests of each candidate. If it is None, the mean of the other candidates counts.
@@ -355,8 +356,8 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &ScoreWeights, we
 /// multiplied by this factor.
 ///
 /// The factor is 1.25 if caches save at most three quarters of the prompt. With a factor of 2, the busiest of 16 engines had 1.8 times the
-/// mean requests while one system prompt spread. If the best cache saves more, the factor is larger: such prompts, for example those of
-/// agents, are slow on other workers.
+/// mean requests until all engines had cached a common system prompt. If the best cache saves more, the factor is larger: such prompts, for
+/// example those of agents, are slow on other workers.
 fn guard_factor(credits: &[f64]) -> f64 {
     let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)

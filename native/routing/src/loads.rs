@@ -34,7 +34,7 @@ pub struct Loads {
     state: Mutex<State>,
 }
 
-/// Data that a choice reads and changes under one lock, so that of two concurrent choices the second counts the first.
+/// Data that a choice reads and changes under one lock, so that the second of two concurrent choices takes the first into account.
 #[derive(Debug)]
 pub(crate) struct State {
     max_age: Duration,
@@ -84,8 +84,8 @@ impl Loads {
         }
     }
 
-    /// Adds a worker, which begins with the means of its `peers`: of their reservations, and of their choices. Does nothing if the worker
-    /// is known.
+    /// Adds a worker. Its numbers of requests and choices begin with the means of its `peers`' reservations and choices. Does nothing if
+    /// the worker is known.
     pub fn join(&self, source: &str, rank: i64, peers: &[(String, i64)]) {
         let now = Instant::now();
         let mut state = self.lock(now);

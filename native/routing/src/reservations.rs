@@ -117,7 +117,7 @@ impl OpenReservation {
 #[derive(Debug)]
 pub(crate) struct Reservations {
     pub(crate) open: HashMap<Arc<str>, OpenReservation>,
-    /// Names of reservations by the time of their expiry.
+    /// The names of reservations, in the order in which the reservations expire.
     pub(crate) ends: BTreeMap<(Instant, u64), Arc<str>>,
     limit: usize,
     /// Counts up, so that new names, and the keys of `ends`, are unique.

@@ -6,7 +6,7 @@
 /// Difference up to which scores, or shares, are equal. Sums of the same values in different orders differ by less.
 pub const TOLERANCE: f64 = 1e-9;
 
-/// Weights of cached tokens by tier. A tier without a weight has the lowest weight.
+/// The weight of cached tokens on each tier. A tier without a weight has the lowest weight.
 #[derive(Clone, Debug)]
 pub struct TierWeights {
     /// The weights in descending order, each with its original position.

@@ -26,7 +26,8 @@ pub enum Tie {
 /// A function that returns a random number below its argument.
 type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 
-/// The last choice of each worker, by key. The first choice is random, so that many routers do not begin with the same worker.
+/// A rotation among equal workers, which stores the last choice of each worker. The first choice is random, so that many routers do not
+/// begin with the same worker.
 pub struct Ties {
     secret: RandomState,
     /// The fraction of the equal candidates, from 0 to below 1, at which the rotation begins.

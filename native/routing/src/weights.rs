@@ -1,13 +1,13 @@
-//! Weights by name.
+//! Weights that have names.
 
 use serde::{Deserialize, Deserializer};
 
-/// Weights in the given order, each with a name that occurs only once.
+/// Pairs of a name and a weight, in the given order; each name occurs only once.
 #[derive(Clone, Debug)]
 pub struct Weights<K>(pub Vec<(K, f64)>);
 
 impl<K: Clone + PartialEq> Weights<K> {
-    /// Returns these weights, replaced and extended by `others`.
+    /// Returns these weights and `others`; if a name is in both, the weight in `others` counts.
     pub fn updated(&self, others: &Self) -> Self {
         let mut all = self.clone();
         for (name, weight) in &others.0 {

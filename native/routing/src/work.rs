@@ -31,7 +31,7 @@ const NEGLIGIBLE_REQUESTS: f64 = 0.01;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DecayingCount {
     pub(crate) count: f64,
-    /// The time at which the engine had `count` requests.
+    /// The time at which the number was `count`.
     pub(crate) at: Instant,
 }
 
@@ -51,9 +51,9 @@ impl DecayingCount {
 pub(crate) struct Reading {
     pub(crate) requests: f64,
     pub(crate) arrived: Instant,
-    /// Number of requests that this process has sent to the worker after that time.
+    /// Number of requests that this process has sent to the worker after the time `arrived`.
     pub(crate) begun: u64,
-    /// Number of reservations that were finished after that time.
+    /// Number of reservations that were finished after the time `arrived`.
     pub(crate) ended: u64,
 }
 
@@ -161,8 +161,8 @@ impl Work {
         self.decoding += 1;
     }
 
-    /// Subtracts a reservation that was finished or has expired. If it was finished, its request has just left the engine, which the
-    /// reading does not show.
+    /// Subtracts a reservation that was finished or has expired. If it was finished, its request has just left the engine, but the reading
+    /// still counts this request.
     pub(crate) fn release(&mut self, progress: Progress, tokens: u64, is_finished: bool) {
         match progress {
             Progress::Waiting => {

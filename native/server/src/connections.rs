@@ -12,7 +12,7 @@
 //! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING_TIME`; further input is discarded |
 //!
 //! In each state, a connection is closed if its client does not read its answers within `unread_seconds`. In this time, an answer must be
-//! sent completely, or in part. In the latter case, at least `MIN_READ_BYTES` bytes of all answers of the connection must be sent.
+//! sent completely; or a part of it must be sent, and at least `MIN_READ_BYTES` bytes of all answers of the connection.
 //!
 //! At `max_clients` connections, a new connection replaces a connection without a request in progress. The replaced connection is the
 //! oldest that is older than `YOUNG_TIME` and has sent no request. If it does not exist, the connection that has been idle for the longest
@@ -134,7 +134,7 @@ impl Inner {
         ReadDeadline { end, taken: self.taken }
     }
 
-    /// Whether the client has failed to read in time. Restarts each time limit that has passed.
+    /// Returns whether the client has failed to read in time, and restarts each time limit that has passed.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
@@ -225,7 +225,7 @@ pub(crate) enum Admission {
     Refused,
 }
 
-/// Connections by group, the oldest first.
+/// The connections of each group, the oldest first.
 #[derive(Debug, Default)]
 struct Groups {
     next: u64,
@@ -246,7 +246,7 @@ impl Groups {
     }
 }
 
-/// Counts by reason.
+/// A count for each reason.
 pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
 
 /// All connections.
@@ -254,9 +254,9 @@ pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
 pub(crate) struct Connections {
     limits: Limits,
     groups: Mutex<Groups>,
-    /// Number of connections that the service has closed, by reason.
+    /// For each reason, the number of connections that the service has closed.
     pub(crate) closed: Counts,
-    /// Number of requests that were refused before their path was known, by reason.
+    /// For each reason, the number of requests that were refused before their path was known.
     pub(crate) refusals: Counts,
     /// Number of request bytes that are held in excess of the `FREE_BYTES` of each connection.
     received: AtomicUsize,
@@ -290,7 +290,7 @@ impl Connections {
         self.groups.lock().all().map(|each| each.inner.lock().unread()).sum()
     }
 
-    /// Number of connections by state.
+    /// The number of connections in each state.
     pub(crate) fn by_state(&self) -> HashMap<&'static str, usize> {
         let mut found: HashMap<&'static str, usize> = State::ALL.iter().map(|(_, name)| (*name, 0)).collect();
         for each in self.groups.lock().all() {

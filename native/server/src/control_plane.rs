@@ -190,7 +190,7 @@ impl Request {
         }
         let response = response.body(body)?;
         if let Some(answer) = self.answer.lock().take() {
-            let _ = answer.send(response); // the client may have left
+            let _ = answer.send(response); // the client might have left
         }
         Ok(())
     }

@@ -68,8 +68,8 @@ const METHODS: [(&str, Question); 7] = [
 ];
 const CHECK: &str = "/grpc.health.v1.Health/Check";
 const WATCH: &str = "/grpc.health.v1.Health/Watch";
-/// Path by whose rules calls about reservations are admitted. The name of the reservation is in the message, which is not read before
-/// admission.
+/// The path whose rules decide whether a call about a reservation is admitted. The name of the reservation is in the message, which is not
+/// read before admission.
 const ANY_RESERVATION: &str = "/v1/reservations/any";
 
 /// Whether a request is a gRPC call.

@@ -36,7 +36,7 @@ struct Counters {
     lookups: u64,
     hits: u64,
     depth: Histogram,
-    /// Answers by status, and their durations, of one path.
+    /// For each path, the number of answers with each status, and the durations of the answers.
     requests: HashMap<String, Requests>,
 }
 

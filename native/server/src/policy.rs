@@ -1,5 +1,5 @@
-//! Access control: decides who sends a request, and whether it is refused. The control plane reads the settings for it, and writes the
-//! errors and the audit log.
+//! Access control: identifies the caller of a request, and decides whether the request is refused. The control plane reads the settings for
+//! it, and writes the errors and the audit log.
 //!
 //! A web page can make a visitor's browser send requests to any address that the visitor's machine reaches, loopback included. The browser
 //! states the origin of the page in `Origin` and `Sec-Fetch-Site`, which scripts cannot change. So requests of other origins are refused.

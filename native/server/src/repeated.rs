@@ -105,7 +105,7 @@ mod tests {
             Ok(())
         );
         assert!(check_names(b"\x82\xa1a\x01\xa1a\x02", true).is_err());
-        // An extension type, binary data, and names that are not texts.
+        // The body has an extension type, binary data, and names that are not texts.
         assert_eq!(check_names(b"\x83\xa1a\xd4\x01\x00\x01\xc4\x01a\x02\xc0", true), Ok(()));
     }
 

@@ -90,7 +90,7 @@ pub(crate) struct Settings {
     pub(crate) answers_queries: bool,
     /// Weights of `/v1/select` for requests without weights.
     pub(crate) select: ScoreWeights,
-    /// The table of endpoints, by path and method.
+    /// Maps the path and the method of each endpoint to the endpoint.
     pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
     /// Paths that are answered even on reserved connections: those of probes, and a few others.
     pub(crate) probes: Vec<String>,

@@ -8,7 +8,7 @@ use crate::messages::Batch;
 #[derive(Default)]
 pub struct SequenceNumbers {
     next: u64,
-    /// The newest sequence number of the servicer, by rank.
+    /// Maps each rank to the servicer's newest sequence number for it.
     newest: HashMap<Option<i32>, u64>,
 }
 

@@ -8,7 +8,7 @@ use crate::blocks::{Blocks, ROOT};
 /// Maximum number of blocks that one event stores, if the blocks have keys instead of tokens.
 const MAX_KEYED: usize = 4096;
 
-/// Blocks that share their hash with another block ("twins"), dead ones included: by hash, in the order of their export.
+/// Maps each hash that several blocks share to these blocks ("twins"), in the order of their export. Dead blocks are included.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {

@@ -1,4 +1,4 @@
-//! The keys of the blocks of a store, from its tokens and extra keys.
+//! Computes the keys of the blocks of a store from the store's tokens and extra keys.
 
 use std::sync::LazyLock;
 
@@ -15,7 +15,7 @@ pub(super) struct TokenStore<'a> {
     pub(super) pairs: bool,
     pub(super) scheme: Scheme,
     pub(super) lora: u64,
-    /// The salt of the first block; None if the salt is that of the parent.
+    /// The salt of the first block; None if the first block inherits its parent's salt.
     pub(super) salt: Option<u64>,
     /// The salt in the event's field `cache_salt`.
     pub(super) own_salt: Option<u64>,
@@ -56,7 +56,7 @@ impl<'a> TokenStore<'a> {
         })
     }
 
-    /// Returns an error if the event has further blocks, whose keys cannot be computed.
+    /// Returns an error if the keys of some blocks of the event cannot be computed.
     pub(super) fn check_whole(&self, event: &Event) -> Result<(), &'static str> {
         let is_whole = self.hashes.len() == event.hashes.length as usize;
         if is_whole { Ok(()) } else { Err("bad-token") }

@@ -5,16 +5,16 @@ use crate::memory::table::{CacheLevel, Stage, TableHash};
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
 
-/// Number of blocks between one prefetch step and the next step of the same block: placing so many blocks takes longer than a memory
-/// access.
+/// Number of blocks that are placed between two prefetch steps of one block; placing them takes longer than a memory access.
 const BLOCKS_PER_STEP: usize = 8;
 /// Number of prefetched blocks that are remembered; a power of two.
 const RING_BLOCKS: usize = 4 * BLOCKS_PER_STEP;
 
-/// The key and the hash of a block, both mixed with the index's secret, by which tables find the block.
+/// The values by which tables find a block: its key and its hash, each mixed with the index's secret.
 type MixedPair = (TableHash, TableHash);
 
-/// Prefetched blocks, by their index modulo `RING_BLOCKS`. The ring is reused for the next chain, to avoid allocations.
+/// Prefetched blocks; the position of a block in this ring is its index modulo `RING_BLOCKS`. The ring is reused for the next chain, to
+/// avoid allocations.
 #[derive(Debug)]
 pub(super) struct Ring(Box<[MixedPair; RING_BLOCKS]>);
 

@@ -23,9 +23,9 @@ const UNKNOWN_KIND: &str = "unknown-kind";
 pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
 /// Number of blocks of an event that are prefetched before the event's hashes are computed.
 const PREFETCHED_BLOCKS: usize = 4;
-/// Maximum number of blocks of an event whose hashes are computed while the lock is held: to lock again would take longer.
+/// For an event with at most this number of blocks, hashes are computed while the lock is held: locking again would take longer.
 const MAX_BLOCKS_UNDER_LOCK: usize = 8;
-/// Maximum number of tokens per block of an event whose hashes are computed while the lock is held.
+/// For a block with at most this number of tokens, the hash is computed while the lock is held.
 const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
 
 /// Blocks of one event, each the parent of the next.
@@ -245,7 +245,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The newest block with this hash; None if its prompt was divided into blocks by another scheme.
+    /// The newest block with this hash; None if a scheme other than `scheme` has divided its prompt into blocks.
     fn known_block(&self, shared: &SharedState, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.newest(shared, hash)?;
         let context = shared.contexts.get(shared.records.context(number));
@@ -348,8 +348,8 @@ impl Stream {
         placed
     }
 
-    /// Prepares the placement of blocks. For many blocks, the lock is released meanwhile. Other threads may then read and write, but they
-    /// change no block of this stream.
+    /// Prepares the placement of blocks. If there are many blocks, the lock is released during the preparation. Other threads can then read
+    /// and write, but they change no block of this stream.
     fn prepare_placement(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
         if count > MAX_BLOCKS_UNDER_LOCK || page_pool::must_prepare() {
             writer.unlocked(|| {

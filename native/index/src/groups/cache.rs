@@ -1,4 +1,4 @@
-//! The blocks of an engine by the engine's own hashes. If records of blocks do not suffice for a lookup, the lookup uses these blocks
+//! Maps the hashes that an engine computes to the engine's blocks. A lookup uses this map if records of blocks do not suffice
 //! (`crate::groups::Method::Hashes`).
 
 use std::cell::{Cell, RefCell};
@@ -23,13 +23,14 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 /// The blocks that the groups of an engine hold.
 #[derive(Debug, Default)]
 pub struct GroupCache {
-    /// Blocks by group number. A group never changes its position in this list, so a writer can run during a search.
+    /// The number of each group, and a map from hashes to the group's blocks. A group never changes its position in this list, so a writer
+    /// can run during a search.
     groups: Vec<(i64, HashMap<u64, Held, Secret>)>,
     /// Number of changes of this cache. If it changes during a search, no token that the search finds is certain.
     changes: u64,
     /// Number of blocks that might be gone.
     uncertain: usize,
-    /// Salts by the part of a seed that each salt contributes.
+    /// Maps the part of a seed that a salt contributes to the salt.
     salts: HashMap<u64, String, Secret>,
     /// Whether prompts have salts that `salts` does not contain.
     misses_salts: bool,
@@ -40,7 +41,7 @@ pub struct GroupCache {
 pub struct GroupLookup {
     /// Groups of the engine.
     pub groups: Groups,
-    /// The stream's blocks by the engine's own hashes, if `Method::Hashes` is used.
+    /// Maps the engine's own hashes to the stream's blocks; present only if lookups use `Method::Hashes`.
     pub cache: Option<Arc<RwLock<GroupCache>>>,
 }
 
@@ -51,7 +52,7 @@ const LOOKS_PER_HOLD: usize = 1 << 12;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
 
-/// Numbers of tokens of a prompt that an engine finds cached, by level.
+/// For each level, the number of tokens of a prompt that an engine finds cached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// The numbers of tokens if all listed blocks count; they are upper bounds.

@@ -15,7 +15,7 @@ const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
 pub const MAX_LOOKAHEAD: usize = 64;
 /// Maximum number of hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
-/// Maximum number of tokens of a sample, which fit in one frame of pickle protocol 5.
+/// Maximum number of tokens of a sample: this many tokens fit in one frame of pickle protocol 5.
 const MAX_SAMPLE: usize = 4_096;
 
 /// A hash function that vLLM's setting `prefix_caching_hash_algo` can select.
@@ -45,7 +45,7 @@ const ALGORITHMS: [Algorithm; 4] = [
     },
 ];
 
-/// Position in `ALGORITHMS` of the first algorithm that is available.
+/// Position in `ALGORITHMS` of the first algorithm that this build contains.
 const FIRST_ALGORITHM: usize = if cfg!(feature = "sha256") { 0 } else { 2 };
 
 #[cfg(feature = "sha256")]
@@ -275,7 +275,7 @@ impl EngineHash {
         ]
     }
 
-    /// The inverse of `parts`; None if no such scheme exists.
+    /// Returns the scheme for which `parts` returns these numbers; None if no scheme has them.
     pub fn of_parts([algorithm, seed, unit, lookahead]: [u64; 4]) -> Option<Self> {
         let is_known = (FIRST_ALGORITHM as u64..ALGORITHMS.len() as u64).contains(&algorithm) && seed < SEEDS.len() as u64;
         let is_valid = is_known && (1..=MAX_SAMPLE as u64).contains(&unit) && lookahead <= MAX_LOOKAHEAD as u64;
@@ -291,15 +291,15 @@ impl EngineHash {
 /// The first block of a prompt as an engine announced it, without LoRA, salt and multimodal items.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// Tokens of the block, and the tokens after it that its hash covers.
+    /// Tokens of the block, followed by the further tokens that the block's hash covers.
     tokens: Box<[u32]>,
     size: u32,
     hash: u64,
 }
 
 impl Sample {
-    /// Creates a sample from the first block of a prompt, and the tokens after the block that its hash covers. Returns None if there are
-    /// too many tokens.
+    /// Creates a sample from the first block of a prompt, and from the further tokens that the block's hash covers. Returns None if there
+    /// are too many tokens.
     pub fn from_block(block: &[u32], lookahead: &[u32], hash: u64) -> Option<Self> {
         let fits = !block.is_empty() && block.len() <= MAX_SAMPLE && lookahead.len() <= MAX_LOOKAHEAD;
         fits.then(|| Self {

@@ -46,14 +46,15 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
 }
 
 /// Number of blocks that the searches for one stream may examine for each position at which a block can end. A block is counted once for
-/// each group in which it is examined. Engines need a few examinations per group, but a peer could cause thousands.
+/// each group in which it is examined. Prompts of usual engines need only a few per group, but a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
 /// Maximum number of blocks that the searches for one stream may examine before they use the shared budget. One engine can have 64 streams.
 const MAX_OWN_LOOKS: usize = 1 << 15;
-/// Number of blocks that all streams of one lookup may examine together beyond their own budgets, since a peer can have many streams.
+/// After their own budgets are used up, the searches for all streams of one lookup may together examine this many blocks: a peer can have
+/// many streams.
 pub const SHARED_LOOKS: usize = 1 << 17;
 
-/// The number of looks that the searches for one stream may use. A look is the examination of one block for one group. A search ends when
+/// The number of looks that the searches for one stream may use. In one look, a search checks one block for one group. A search ends when
 /// no look remains.
 #[derive(Debug)]
 pub struct Looks<'a> {

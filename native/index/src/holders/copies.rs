@@ -77,11 +77,12 @@ impl Change {
     }
 }
 
-/// Bounds of the number of copies of each block of one stream, by record and placement. Blocks with exactly one copy have no entry.
+/// For one stream, maps the record of a block and a placement to the bounds of the block's number of copies on the placement. Blocks with
+/// exactly one copy have no entry.
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,
-    /// Records of blocks whose lower and upper bounds differ, by placement.
+    /// For each placement, the records of blocks whose lower and upper bounds differ.
     inexact: HashMap<u16, HashSet<u32>>,
     uncertain: usize,
 }
@@ -109,7 +110,7 @@ impl CopyTable {
         self.uncertain
     }
 
-    /// Upper bound of the number of copies in excess of one per block and placement.
+    /// Upper bound of the number of further copies: all copies except the first of each block on each placement.
     pub fn beyond_first(&self) -> usize {
         self.entries.values().map(|copies| copies.most as usize - 1).sum()
     }

@@ -38,7 +38,7 @@ pub const MAX_STREAMS: usize = 64 << 16;
 struct Entry {
     words: Box<[Word]>,
     refs: u32,
-    /// Differs between a set and an earlier set that had the same number.
+    /// A value that differs between this set and all earlier sets that had the same number.
     created: u64,
 }
 
@@ -131,7 +131,7 @@ impl Sets {
         }
     }
 
-    /// The holders, by placement and stream.
+    /// The holders in a set, sorted by placement and stream.
     #[inline]
     pub fn words(&self, set: u32) -> &[Word] {
         &self.entries[set as usize].words

@@ -94,13 +94,13 @@ impl AttestedGroup {
         self.mask != 0
     }
 
-    /// The contribution of one copy of a block.
+    /// The contribution of one copy of a block to an attestation.
     #[inline]
     pub fn copy(self, hash: u64) -> u64 {
         (hash ^ self.salt) & self.mask
     }
 
-    /// The contribution of one copy of each of several blocks.
+    /// The contribution of one copy of each of several blocks to an attestation.
     pub fn copies(self, hashes: &[u64]) -> u64 {
         hashes.iter().fold(0, |sum: u64, &hash| sum.wrapping_add(self.copy(hash)))
     }
@@ -138,7 +138,7 @@ struct Entry {
     users: u32,
 }
 
-/// Placements in use, by their numbers.
+/// All placements in use, indexed by their numbers.
 #[derive(Debug, Default)]
 pub struct Placements {
     entries: Vec<Entry>,
@@ -153,7 +153,7 @@ impl Placements {
         &self.entries[number as usize].placement
     }
 
-    /// The level of each placement, by the placement's number.
+    /// The levels of all placements, indexed by the placements' numbers.
     #[inline]
     pub fn levels(&self) -> &[u8] {
         &self.levels

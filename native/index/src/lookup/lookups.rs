@@ -1,5 +1,5 @@
-//! Lookups: the number of tokens of a prompt that each worker holds according to its events. The overlay extends this number by routing
-//! decisions that no event has confirmed yet.
+//! Lookups: the number of tokens of a prompt that each worker holds according to its events. The overlay extends this number by speculative
+//! entries: routing decisions that no event has confirmed yet.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -22,15 +22,16 @@ use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
-/// Maximum number of blocks of a prompt that are looked up first. Later blocks are hashed only if all of the first blocks are known.
+/// Maximum number of blocks that the first step of a lookup hashes. Later blocks are hashed only if the index has all blocks of the first
+/// step.
 const FIRST_BLOCKS: usize = 64;
-/// Maximum number of tokens of the first blocks, unless a single block has more.
+/// Maximum number of tokens that the first step hashes; if one block has more tokens, the step hashes one block.
 const FIRST_TOKENS: usize = 1_024;
 /// Factor by which the number of hashed blocks grows whenever all hashed blocks were found.
 const GROWTH: usize = 8;
-/// Maximum number of blocks by which one decision extends a worker's prefix, in each scheme: a million tokens in blocks of 16.
+/// Maximum number of blocks by which one speculative entry extends a worker's prefix, in each scheme: a million tokens in blocks of 16.
 const MAX_EXPECTED: usize = 1 << 16;
-/// Approximate maximum number of blocks of the decisions that one call ends; this takes about 30 ms.
+/// Approximate maximum number of blocks of the speculative entries that one call removes; removing so many takes about 30 ms.
 const ENDED_PER_CALL: usize = 1 << 16;
 /// Number of tries of a lookup during which writers may run; in later tries the lookup excludes writers.
 const TRIES: usize = 4;
@@ -80,8 +81,8 @@ impl Scope {
 pub struct Matches {
     /// The hit of each worker: the tokens that it holds or probably holds.
     pub hits: Vec<Hit>,
-    /// Hits with the certain tokens of workers, ordered by stream; only workers with uncertain tokens are listed. Tokens are uncertain if
-    /// blocks might be gone or are only expected.
+    /// For each worker with uncertain tokens, a hit that counts only its certain tokens; ordered by stream. Tokens are uncertain if their
+    /// blocks might be gone or come from speculative entries.
     uncertain: Vec<Hit>,
     /// Streams of which not even an upper bound of the tokens is known.
     unknown: Vec<u32>,
@@ -95,8 +96,8 @@ impl Matches {
         name.expect("a match has the names of its streams")
     }
 
-    /// Returns the number of tokens that the worker of a hit certainly holds, by level. The certain number is less than the hit's number if
-    /// some blocks might be gone.
+    /// Returns, for each level, the number of tokens that the worker of a hit certainly holds. The certain number is less than the hit's
+    /// number if some blocks might be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
         found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
@@ -122,16 +123,16 @@ impl Matches {
     }
 }
 
-/// Statistics of the routing decisions in the overlay.
+/// Statistics of the speculative entries in the overlay.
 #[derive(Clone, Copy, Debug)]
 pub struct Speculated {
-    /// Number of blocks of all decisions.
+    /// Number of blocks of all present entries.
     pub blocks: usize,
-    /// Number of decisions whose prompt the worker held when the decision ended.
+    /// Number of entries whose prompt the worker held when the entry was removed.
     pub confirmed: u64,
-    /// Number of decisions that expired without a confirmation.
+    /// Number of entries that expired without a confirmation.
     pub expired: u64,
-    /// Number of decisions that ended early, without a confirmation, because the limit was reached.
+    /// Number of unconfirmed entries that were removed before they expired, because the limit was reached.
     pub displaced: u64,
 }
 
@@ -161,7 +162,7 @@ impl Cut {
 #[derive(Default)]
 struct Room {
     walk: Walk,
-    /// The prompt's blocks, by scheme and variant. The next prompt probably uses the same schemes.
+    /// The prompt's blocks, one entry for each scheme and variant. The next prompt probably uses the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, usize, Option<u32>, Option<u32>)>,
 }
@@ -174,7 +175,8 @@ thread_local! {
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether `cuts` has an entry for each variant of the prompt and each scheme of its scope. Otherwise creates the missing entries.
+    /// Returns true if `cuts` has an entry for each variant of the prompt and each scheme of its scope; otherwise creates the missing
+    /// entries, and returns false.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
@@ -219,8 +221,8 @@ impl PrefixIndex {
         self.match_prefix(tokens, tokens.len(), scope)
     }
 
-    /// Returns the workers that hold a prefix of at most `longest` tokens: engines always compute the last token of a prompt, but hashes
-    /// cover this token.
+    /// Returns the workers that hold a prefix of at most `longest` tokens. `longest` can exclude the prompt's last token, which engines
+    /// always compute, although hashes cover it.
     pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let length = PromptLength {
             tokens: tokens.len(),
@@ -364,7 +366,7 @@ impl PrefixIndex {
 
     // --- the overlay
 
-    /// Adds a decision: until the time `until`, a worker is expected to hold a prompt, at most its first `MAX_EXPECTED` blocks.
+    /// Adds a speculative entry: until the time `until`, a worker is expected to hold the first blocks of a prompt, at most `MAX_EXPECTED`.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
         let prompts = self.keys_by_scheme(tokens, scope);
         let prompts: Vec<Vec<u64>> = prompts.into_iter().map(|(_, keys)| keys).collect();
@@ -373,8 +375,8 @@ impl PrefixIndex {
         drop(self.overlay_at(now, blocks));
     }
 
-    /// Returns the overlay after ending decisions whose time is over at `now`. One call ends decisions of at most about `ENDED_PER_CALL +
-    /// added` blocks; later calls end the rest.
+    /// Removes the speculative entries that have expired at `now`, and returns the overlay. One call removes entries of about
+    /// `ENDED_PER_CALL + added` blocks at most; later calls remove the others.
     fn overlay_at(&self, now: f64, added: usize) -> MutexGuard<'_, Overlay> {
         let (mut overlay, mut ended) = (self.overlay.lock(), 0);
         while ended < ENDED_PER_CALL + added && overlay.is_due(now) {
@@ -386,7 +388,7 @@ impl PrefixIndex {
         overlay
     }
 
-    /// Ends the decisions for a worker, or for all ranks of a source. The overlay's lock is released after every few decisions.
+    /// Removes the speculative entries of a worker, or of all ranks of a source. The overlay's lock is released after every few entries.
     pub(crate) fn forget_decisions(&self, source: &str, rank: Option<i64>) {
         let mut overlay = self.overlay.lock();
         let mut numbers = overlay.numbers();
@@ -398,7 +400,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Ends those decisions for a worker that these stored blocks confirm. The overlay's lock is released after every few decisions.
+    /// Removes those speculative entries of a worker that end with one of these stored blocks. The overlay's lock is released after every
+    /// few entries.
     pub(crate) fn confirm_decisions(&self, source: &str, rank: i64, stored: &[u64]) {
         let (mut overlay, mut done) = (self.overlay.lock(), 0);
         while done < stored.len() {
@@ -415,8 +418,8 @@ impl PrefixIndex {
             let ends = shared.ends_of(keys);
             let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
-            // If no stream holds the last block of a decision's prompt, as for nearly all decisions that expire, the worker's blocks need
-            // not be searched.
+            // If no stream holds the last block of an entry's prompt, the worker's blocks need not be searched. This is so for nearly all
+            // entries that expire.
             !ends.is_empty()
                 && shared
                     .view
@@ -427,7 +430,7 @@ impl PrefixIndex {
         })
     }
 
-    /// Extends an answer by the blocks that decisions in the overlay expect; none of these blocks is certain.
+    /// Extends an answer by the blocks of speculative entries; none of these blocks is certain.
     pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now, 0).is_empty() {
             return;
@@ -524,7 +527,7 @@ struct HashedPrompts<'a> {
     tokens: &'a [u32],
     longest: usize,
     scope: &'a Scope,
-    /// Hashes by scheme and salt.
+    /// The hashes of the prompt for each scheme and salt.
     known: Vec<(EngineHash, Option<String>, Vec<u64>)>,
 }
 
@@ -603,7 +606,7 @@ impl HashedPrompts<'_> {
                 ))
             }
             // The engine has announced no prompt with this salt (or, below, no prompt with a LoRA or an item), so it holds no token of this
-            // one. This is not known of an engine without full attention, since it might not announce the first blocks of a prompt.
+            // prompt. This does not follow for an engine without full attention, which might not announce the first blocks of a prompt.
             (Some(_), None) if has_full && !cache.read().misses_salts() => Some(Found::default()),
             _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
             _ => None,

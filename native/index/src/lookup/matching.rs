@@ -39,7 +39,7 @@ impl Hit {
     }
 }
 
-/// The lengths of a prompt and of the longest answer.
+/// The length of a prompt, and the maximum length of an answer.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptLength {
     /// Number of tokens of the whole prompt.
@@ -48,8 +48,8 @@ pub struct PromptLength {
     pub longest: usize,
 }
 
-/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. If too much was
-/// read before, the holders of a block and of all later blocks are not read.
+/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. After the budget
+/// for reads is used up, the holders of further blocks are not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holders {
     Set(u32),
@@ -93,7 +93,7 @@ const MAX_UNCERTAIN: usize = 64;
 pub struct Walk {
     steps: Vec<Step>,
     together: Vec<Vec<Word>>,
-    /// The records that were read, by the positions of their blocks in the prompt.
+    /// The records that were read, in the order of their blocks in the prompt.
     rows: Vec<BlockRow>,
     keys: Vec<u64>,
     /// All records of the block that is being read.
@@ -102,11 +102,11 @@ pub struct Walk {
     /// bit for each of these streams.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
-    /// What was read for searches, by scheme.
+    /// The data that were read for searches, one entry for each scheme.
     readings: Vec<Reading>,
     /// The number of words of holder sets that may still be read.
     reads: Reads,
-    /// Hits with the certain tokens of streams with one group, for streams whose last blocks were not read.
+    /// For each stream that has one group and whose last blocks were not read, a hit that counts only its certain tokens.
     lower_bounds: Vec<Hit>,
     /// The looks (see `Looks`) that all streams of the lookup share.
     shared_looks: Cell<usize>,
@@ -728,8 +728,8 @@ struct Change {
     is_held: bool,
 }
 
-/// The blocks that a stream might not hold, by position. Each has the groups and levels on which the stream certainly holds the block. No
-/// block at the position `end` or later is certain.
+/// The positions of blocks that a stream might not hold. Each entry also lists the groups and levels on which the stream certainly holds
+/// the block. No block at the position `end` or later is certain.
 #[derive(Debug)]
 struct Doubts {
     blocks: Vec<(usize, Vec<GroupLevel>)>,
@@ -742,7 +742,7 @@ struct Search {
     at: usize,
     streams: u64,
     lookup: Option<Arc<GroupLookup>>,
-    /// In a search for certain tokens, the blocks that it must not count, or not on each level; None in other searches.
+    /// In a search for certain tokens: the blocks that the search must not count on some or all levels. None in other searches.
     doubts: Option<Doubts>,
 }
 
@@ -910,7 +910,7 @@ impl Reading {
 /// Maximum number of searches of one lookup whose results are kept, so that other streams with the same blocks need no search.
 const MAX_SEARCHED: usize = 8;
 
-/// Number of tokens by level, and whether the searches ended.
+/// The number of tokens on each level, and whether the searches were completed.
 type SearchedLevels = ([u32; LEVELS], bool);
 
 /// Consecutive blocks, and the levels on which each group of one stream holds them.
@@ -919,7 +919,7 @@ struct GroupSteps {
     groups: usize,
     /// Position after the last block of each step.
     ends: Vec<usize>,
-    /// The lowest level on which a group holds the blocks of a step, by step and group; `u8::MAX` if the group does not hold them.
+    /// For each step and group, the lowest level on which the group holds the step's blocks; `u8::MAX` if the group does not hold them.
     lowest: Vec<u8>,
 }
 
@@ -1011,7 +1011,7 @@ impl Blocks for OnLevel<'_> {
     }
 }
 
-/// Returns the LoRA of a block if the stream has replaced that LoRA, else None.
+/// Returns the LoRA of a block; None if the LoRA was not replaced in the stream.
 fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
     if member.loras.is_empty() {
         return None;

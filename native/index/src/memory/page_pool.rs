@@ -1,8 +1,8 @@
 //! Memory for tables and records: pieces of a few sizes, allocated from huge pages.
 //!
-//! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB, nearly all accesses also miss
-//! the processor's TLB, which costs as much as the access itself. All pieces in one huge page share a TLB entry. The pool also returns
-//! whole regions to the system, which a general allocator can rarely do.
+//! Everything in an index is found by hashes, so nearly every access is to a different page than the previous access. With pages of 4 KiB,
+//! nearly all accesses also miss the processor's TLB, which costs as much as the access itself. All pieces in one huge page share a TLB
+//! entry. The pool also returns whole regions to the system, which a general allocator can rarely do.
 //!
 //! A region is one huge page. A region is divided into spans, and each span into pieces of one size. Pieces of all sizes share the regions,
 //! so a growing index has at most one partly used region, and can request huge pages early.
@@ -48,7 +48,7 @@ struct Header {
 const HEADER: usize = REGION_BYTES - SPANS_PER_REGION * SPAN_BYTES;
 const _: () = assert!(size_of::<Header>() <= HEADER && HEADER.is_multiple_of(align_of::<Header>()));
 
-/// A span, by its region and its number in the region.
+/// A span, identified by its region and its number in the region.
 #[derive(Clone, Copy)]
 struct Span {
     header: NonNull<Header>,
@@ -81,7 +81,7 @@ impl Span {
 struct Pool {
     /// Regions with free spans.
     open: Vec<NonNull<Header>>,
-    /// Spans with free pieces, by the number of pieces that they are cut into.
+    /// The element `n` lists the spans that are cut into `n` pieces and have a free piece.
     cut: [Vec<Span>; MAX_PIECES + 1],
     empty: usize,
     mapped: usize,
@@ -114,7 +114,7 @@ pub fn prepare() {
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
-    // The sanitizer does not see waits for this lock, since the standard library was built without it.
+    // The sanitizer does not see waits for this lock, since the standard library was built without sanitizer support.
     #[cfg(thread_sanitizer)]
     loop {
         match POOL.try_lock() {
@@ -130,7 +130,8 @@ thread_local! {
     static HELD_LOCK: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
-/// Makes this process lock the pool during each fork. So no other thread can be changing the pool at the moment that the child inherits.
+/// Makes this process lock the pool during each fork. So no other thread changes the pool during the fork, and the child inherits a
+/// consistent pool.
 fn lock_while_forking() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {

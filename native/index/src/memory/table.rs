@@ -6,8 +6,8 @@
 //! about the same time, and would then be half empty. So hashes are skewed: segments at one end of the directory fill up twice as fast as
 //! segments at the other end. At any size of the table, some segments were just split and others are nearly full, so the table always takes
 //! about 10.5 bytes an entry. A dense table has an additional, intermediate size of segments, and takes about 8.5 bytes an entry. Tags are
-//! the bits of the hash after the bits that select the segment. So four of five splits need no hashes from the records, each of which costs
-//! a cache miss. No operation moves more entries than those of one segment; sometimes an operation doubles the directory.
+//! the bits of the hash after the bits that select the segment. So four of five splits need no hashes from the records; reading such a hash
+//! costs a cache miss. No operation moves more entries than those of one segment; sometimes an operation doubles the directory.
 
 mod segment;
 
@@ -491,7 +491,7 @@ impl Table {
         let last = self.segments.len() - 1;
         self.segments.swap_remove(number);
         if number != last {
-            // A segment has an entry, unless the table never had one; then the directory is searched.
+            // Every segment has an entry if the table ever had one; for a segment without an entry, the directory is searched.
             let moved = &self.segments[number];
             let depth = moved.depth();
             match moved.records().next() {

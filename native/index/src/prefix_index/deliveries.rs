@@ -24,7 +24,7 @@ pub struct ApplyResult {
     pub report: Option<Box<BatchReport>>,
 }
 
-/// What a batch contains besides blocks, and what it has changed besides them.
+/// The contents of a batch other than its blocks, and the effects of the batch other than changes of blocks.
 #[derive(Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct BatchReport {
@@ -228,7 +228,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Calls `apply` with a stream and the shared state. Then ends the decisions for the stream's worker that the stored blocks confirm.
+    /// Calls `apply` with a stream and the shared state. Then removes those speculative entries of the stream's worker that end with a
+    /// stored block.
     pub(super) fn apply_to(
         &self,
         stream: &mut Stream,

@@ -150,7 +150,7 @@ impl PrefixIndex {
                     .map(|(rank, stream)| apply_to(*rank, stream, is_clear))
                     .collect();
                 if has_blocks {
-                    // The blocks can belong to any rank, so answers about each rank are estimates until it is cleared.
+                    // The blocks can belong to any rank, so answers about a rank are estimates until this rank is cleared.
                     for (_, stream) in &streams {
                         let mut stream = stream.lock();
                         stream.set_aside(NO_RANK);

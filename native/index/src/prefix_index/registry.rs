@@ -1,4 +1,5 @@
-//! The registry: streams by worker, models by source, and fences. A fence is an incarnation of a removed worker; deliveries must exceed it.
+//! The registry: maps workers to streams and sources to models, and lists fences. A fence is an incarnation of a removed worker; later
+//! deliveries for the worker must have a higher incarnation.
 
 use std::collections::BTreeSet;
 use std::collections::VecDeque;
@@ -260,15 +261,16 @@ impl PrefixIndex {
     }
 
     /// Removes a worker, with the other ranks that its stream carries; or all ranks of a source if `rank` is None. Also removes the
-    /// decisions for the removed workers. Later deliveries of the removed incarnations are ignored. Returns the number of removed blocks.
+    /// speculative entries of the removed workers. Later deliveries of the removed incarnations are ignored. Returns the number of removed
+    /// blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
         let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.arrives_in(rank)));
         self.forget_decisions(source, rank);
         blocks
     }
 
-    /// Removes the ranks of a source that `is_meant` accepts, and the decisions for them. If such a rank has its own delivered stream,
-    /// later deliveries of its incarnation are ignored.
+    /// Removes the ranks of a source that `is_meant` accepts, and the speculative entries of these ranks. If such a rank has its own
+    /// delivered stream, later deliveries of its incarnation are ignored.
     pub(super) fn remove_ranks(&self, source: &str, is_meant: impl Fn(&Rank) -> bool) -> usize {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
@@ -286,8 +288,8 @@ impl PrefixIndex {
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
-        // The lock of a stream can be held for long, for example while a snapshot is written. So this thread must hold no lock that other
-        // threads need while it waits for the stream.
+        // The lock of a stream can be held for long, for example while a snapshot is written. So while this thread waits for the stream, it
+        // must hold no lock that other threads need.
         let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
@@ -300,7 +302,7 @@ impl PrefixIndex {
                 continue;
             }
             stream.is_removed = true;
-            // The rank may have begun another incarnation after its fence was set.
+            // The rank might have begun another incarnation after its fence was set.
             if rank.carrier.is_none()
                 && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
             {

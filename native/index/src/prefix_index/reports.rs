@@ -31,7 +31,7 @@ pub struct Info {
     pub last: i64,
     /// Number of blocks that wait for their parent or their tokens.
     pub orphans: usize,
-    /// Upper bound of the number of copies in excess of one per block and placement.
+    /// Upper bound of the number of further copies: all copies except the first of each block on each placement.
     pub copies: usize,
     /// Number of blocks that might be gone; a block that might be gone on two placements counts twice.
     pub uncertain: usize,
@@ -44,7 +44,7 @@ pub struct Info {
     pub estimate: Option<Estimate>,
     /// The other ranks whose batches arrive in the worker's stream.
     pub carried_ranks: Vec<i64>,
-    /// Number of blocks by tier. A block on several tiers counts on each of them.
+    /// The number of blocks on each tier. A block on several tiers counts on each of them.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of the input that the stream could not use.
     pub counters: Counters,
@@ -124,7 +124,7 @@ impl PrefixIndex {
         (shared.bytes() + streams, shared.records.len())
     }
 
-    /// Returns the blocks of a stream, each as often as it has placements, and the placements by number.
+    /// Returns the blocks of a stream, with one entry for each placement of a block; and the placements, indexed by number.
     pub fn blocks(&self, source: &str, rank: i64) -> (Vec<HeldBlock>, Vec<Placement>) {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());

@@ -66,7 +66,7 @@ fn tokens_of(index: &PrefixIndex, tokens: &[u32]) -> Vec<u32> {
     found.hits.iter().map(|hit| hit.tokens[0]).collect()
 }
 
-/// Lookups wait only for a writer that is changing data that they read.
+/// A lookup waits for a writer only while the writer changes data that the lookup reads.
 #[test]
 fn a_lookup_waits_only_for_writers_of_the_same_data() {
     let (index, stored) = (index(), payload("BlockStored"));

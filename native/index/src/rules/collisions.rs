@@ -4,29 +4,29 @@ use std::collections::HashMap;
 
 use crate::step_counter;
 
-/// Number of blocks sharing a hash that may be examined, for each byte that the stream sends. An engine whose hashes do not cover prefixes
-/// sends about fifty bytes for each page that it stores or removes. Fifty bytes allow the examination of all blocks of one hash, up to the
-/// limit of blocks per hash.
+/// Number of checks that each byte of the stream allows. A check examines one block that shares its hash with other blocks. An engine whose
+/// hashes do not cover prefixes sends about fifty bytes for each page that it stores or removes. Fifty bytes allow checks of all blocks of
+/// one hash, up to the limit of blocks per hash.
 const EXAMINATIONS_PER_BYTE: usize = 16;
-/// Maximum number of unused examinations that later payloads may use.
+/// Maximum number of unused checks that stay in a budget for later payloads.
 const MAX_SAVED_EXAMINATIONS: usize = 1 << 20;
-/// Number of blocks of one hash that may always be examined.
+/// A hash with at most this number of blocks can always be examined.
 const MIN_EXAMINED: usize = 8;
 
 /// The blocks of each hash that has several blocks.
 ///
-/// Peers choose the hashes. So the number of examinations of such blocks that a payload may cause depends on its length.
+/// Peers choose the hashes. So the number of checks that a payload can cause is limited by the payload's length.
 #[derive(Debug)]
 pub struct Collisions {
     /// The records of each hash, the newest record last. Each hash has at least two records.
     lists: HashMap<u64, Vec<u32>>,
     /// Number of records in all lists.
     blocks: usize,
-    /// Number of examinations that removals and stores may use from now on.
+    /// Number of checks that remain for removals and stores.
     examinations: usize,
-    /// Number of examinations that the publication of changed copies may use from now on.
+    /// Number of checks that remain for the publication of changed copies.
     published: usize,
-    /// Whether a removal was skipped because no examinations remained.
+    /// Whether a removal was skipped because no checks remained.
     has_skipped: bool,
 }
 
@@ -112,12 +112,12 @@ impl Collisions {
         self.lists.insert(hash, ordered);
     }
 
-    /// Removes all blocks; the budgets of examinations remain.
+    /// Removes all blocks; the numbers of remaining checks do not change.
     pub fn clear(&mut self) {
         (self.lists, self.blocks) = (HashMap::new(), 0);
     }
 
-    /// Adds the examinations that one payload allows.
+    /// Adds the number of checks that a payload of this length allows to each budget.
     pub fn grant(&mut self, payload: usize) {
         for left in [&mut self.examinations, &mut self.published] {
             let granted = EXAMINATIONS_PER_BYTE.saturating_mul(payload);
@@ -125,31 +125,31 @@ impl Collisions {
         }
     }
 
-    /// Subtracts examinations for the publication of the copies that a batch has changed. Returns false if the budget does not suffice.
+    /// Subtracts checks for the publication of the copies that a batch has changed. Returns false if too few checks remained.
     pub fn may_publish(&mut self, examinations: usize) -> bool {
         let left = self.published.checked_sub(examinations);
         self.published = left.unwrap_or_default();
         left.is_some()
     }
 
-    /// Subtracts examinations from the budget of removals and stores.
+    /// Subtracts checks from those that remain for removals and stores.
     #[inline]
     pub fn spend(&mut self, examinations: usize) {
         self.examinations = self.examinations.saturating_sub(examinations);
     }
 
-    /// Whether all blocks of a hash may be examined. False if no examinations remain and the hash has more than `MIN_EXAMINED` blocks.
+    /// Whether all blocks of a hash may be examined. False if no checks remain and the hash has more than `MIN_EXAMINED` blocks.
     #[inline]
     pub fn may_examine(&self, hash: u64) -> bool {
         self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= MIN_EXAMINED)
     }
 
-    /// Whether no examinations remain.
+    /// Whether no checks remain for removals and stores.
     pub fn is_spent(&self) -> bool {
         self.examinations == 0
     }
 
-    /// Records that a removal was skipped because no examinations remained.
+    /// Records that a removal was skipped because no checks remained.
     pub fn skip_removal(&mut self) {
         self.has_skipped = true;
     }

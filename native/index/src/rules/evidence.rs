@@ -15,9 +15,9 @@ pub struct Evidence {
     pub has_extra_keys: bool,
     /// Whether some block on the device had a LoRA adapter.
     pub has_loras: bool,
-    /// Whether a first block on a tier below the device had no extra keys, and a hash that the stream did not hold.
+    /// Whether some first block on a tier below the device had no extra keys, and a hash that no block of the stream had.
     pub has_unkeyed_root: bool,
-    /// Whether a first block on a tier below the device had no extra keys, no LoRA adapter, and a hash that the stream did not hold.
+    /// Whether some first block on a tier below the device had no extra keys, no LoRA adapter, and a hash that no block of the stream had.
     pub has_bare_root: bool,
     /// Levels below the device, as bits, on which the engine might hold blocks from before a clear. The stream does not list these blocks.
     pub unknown_levels: u8,

@@ -1,8 +1,8 @@
 //! Copies that a batch announces although the engine might not have made them.
 //!
 //! vLLM reports the hit of a request for each group. For a group with a sliding window, the report contains blocks before the window, which
-//! the group does not hold. vLLM reports a request that it computes again in the same way. So a copy in a group with a window might not
-//! exist if the batch that announces it also repeats the store of its block with full attention.
+//! the group does not hold. vLLM sends the same kind of report for a request that it computes again. So a copy in a group with a window
+//! might not exist if its batch also stores the same block again with full attention.
 
 /// Number of entries whose memory is kept for the next batch.
 const MIN_CAPACITY: usize = 64;
@@ -10,7 +10,7 @@ const MIN_CAPACITY: usize = 64;
 /// The announcements of one batch that might be reports of hits. `B` identifies a block, and `P` a placement.
 #[derive(Debug, Default)]
 pub struct HitReports<B, P> {
-    /// Copies without tokens, unless the block was certainly resident before the batch.
+    /// Copies that were announced without tokens, except those of blocks that were certainly resident before the batch.
     pub fresh: Vec<(B, P)>,
     /// Blocks with tokens that the batch has stored again. Only streams of hybrid models list such blocks.
     pub repeated: Vec<B>,

@@ -44,7 +44,7 @@ impl Location<'_> {
         }
     }
 
-    /// Whether the location is the device.
+    /// Whether the location is on the device.
     #[inline]
     pub fn is_on_device(&self) -> bool {
         let is_plain = matches!(self.medium.as_deref(), None | Some(b"GPU")) && self.locality.is_none();

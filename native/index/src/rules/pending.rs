@@ -36,7 +36,7 @@ impl Weight for Content {
     }
 }
 
-/// One copy of a block that waits, an entry of the queue.
+/// An entry of the queue: one waiting copy of a block.
 #[derive(Clone, Debug)]
 pub struct Waiting<C = Content> {
     /// Hash of the block.
@@ -59,7 +59,7 @@ impl<C: Weight> Waiting<C> {
 /// Approximate bytes of an entry in one of the maps of a queue.
 const MAP_BYTES: usize = 64;
 
-/// Number of placements of one hash whose search takes as long as one step.
+/// Searching this number of placements of one hash takes as long as one step.
 const COPIES_PER_STEP: usize = 8;
 const NONE: u32 = u32::MAX;
 
@@ -131,7 +131,7 @@ pub struct Queue<C = Content> {
     order: Row,
     by_awaited: HashMap<u64, Row, Secret>,
     by_hash: HashMap<u64, Vec<Copies>, Secret>,
-    /// Number of entries by placement.
+    /// The number of entries on each placement.
     placements: HashMap<u16, PlacementCount, Secret>,
     next: u64,
     length: usize,

@@ -14,7 +14,7 @@ const LORA_BYTES: usize = 96;
 /// Approximate bytes of the entry of a record.
 const RECORD_BYTES: usize = 8;
 
-/// The replaced LoRAs of one stream, by the part of the seed that the LoRA contributes.
+/// The replaced LoRAs of one stream; each is identified by the part of the seed that it contributes.
 #[derive(Clone, Debug, Default)]
 pub struct ReplacedLoras {
     current: HashMap<u64, CurrentBlocks>,
@@ -26,7 +26,7 @@ pub struct ReplacedLoras {
 struct CurrentBlocks {
     /// Records of the blocks that were stored after the last change of the weights.
     records: HashSet<u32>,
-    /// Whether blocks have shown a change of the weights that the engine's list of LoRAs has not shown yet.
+    /// True from the time at which stored blocks prove that the weights have changed, until the engine's list of LoRAs changes too.
     is_ahead: bool,
 }
 

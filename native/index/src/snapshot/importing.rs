@@ -103,7 +103,7 @@ impl PrefixIndex {
         // The shared state must not be replaced during this call, since the added streams would be dropped with the old one.
         let _whole = self.replacing.read_recursive();
         let mut part = SnapshotContents::default();
-        // While `strangers` is above 0, lookups allow for heads that have the same keys as linked blocks.
+        // While `strangers` is above 0, lookups expect that heads can have the same keys as linked blocks.
         self.shared_lock.write().view.change().strangers += 1;
         let outcome = super::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
         self.shared_lock.write().view.change().strangers -= 1;
@@ -140,7 +140,7 @@ impl PrefixIndex {
     /// Registers the streams of a snapshot after all of them were read.
     fn register_imported(&self, part: &SnapshotContents) -> Result<(), Failure> {
         let mut registry = self.registry.write();
-        // A delivery may have registered one of these workers while the snapshot was read.
+        // A delivery might have registered one of these workers while the snapshot was read.
         let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
         if let Some(imported) = part.streams.iter().find(known) {
             return Err(worker_exists(&imported.worker));

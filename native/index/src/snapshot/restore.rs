@@ -70,10 +70,10 @@ struct SnapshotReader<'a, R> {
     index: Option<&'a PrefixIndex>,
     limits: Limits,
     part: &'a mut SnapshotContents,
-    /// Placements by their ID in the file, with their ID in the shared state. This ID is None until the present stream has a block on the
-    /// placement.
+    /// Placements, indexed by their ID in the file, each with its ID in the shared state. This ID is None until the present stream has a
+    /// block on the placement.
     placements: Vec<(Placement, Option<u16>)>,
-    /// Contexts by their ID in the part of the file that describes the present stream. Each context is retained temporarily, until
+    /// Contexts, indexed by their ID in the part of the file that describes the present stream. Each context is retained temporarily, until
     /// `release_contexts`.
     contexts: Vec<u32>,
     state: RunState,

@@ -28,8 +28,9 @@ use super::{
 
 /// Number of bytes (about 4,000 blocks) that are added to the buffer before the lock of the shared state is released.
 const HOLD_BYTES: usize = 1 << 16;
-/// Minimum number of records in a window. If a stream has more foreign hashes (hashes that differ from those in the records) than this, its
-/// records are written in windows. Only the foreign hashes of one window are sorted at a time, so that the sorted list stays short.
+/// Minimum number of records in a window. A stream is written in windows if it has more foreign hashes than this number; a foreign hash
+/// differs from the hash in the block's record. Only the foreign hashes of one window are sorted at a time, so that the sorted list stays
+/// short.
 const MIN_WINDOW: usize = 1 << 16;
 /// Number of elements of a list that are written before complete frames are sent to the output.
 const ELEMENTS_PER_CHECK: usize = 1 << 14;
@@ -95,9 +96,9 @@ struct SnapshotWriter<'a, W> {
     out: FrameWriter<W>,
     /// The placements that were written, in the order of their IDs in the file.
     written: Vec<Placement>,
-    /// The ID in the file of each placement of the present stream, by the placement's ID in the index.
+    /// Maps the ID in the index of each placement of the present stream to its ID in the file.
     placements: HashMap<u16, u64>,
-    /// The ID in the file of each context of the present stream, by the context's ID in the index.
+    /// Maps the ID in the index of each context of the present stream to its ID in the file.
     contexts: HashMap<u32, u64>,
     run: Run,
     /// The last block that was written of the stream.

@@ -1,8 +1,9 @@
-//! Routing decisions that no event has confirmed yet. Decisions are short-lived, so they are stored separately from the blocks of streams.
+//! Speculative entries: routing decisions that no event has confirmed yet. They are short-lived, so they are stored separately from the
+//! blocks of streams.
 //!
-//! A decision ends when its worker announces the last block of the prompt, or when its time is over. If there are too many decisions, the
-//! oldest one ends. The cost of a decision does not depend on the number of other decisions. For each block, the decisions that expect the
-//! block are counted. So the end of a decision does not affect other decisions with the same prefix.
+//! An entry is removed when its worker announces the last block of the prompt, or when the entry expires. If there are too many entries,
+//! the oldest one is removed. The cost of an entry does not depend on the number of entries. For each block, the entries that contain the
+//! block are counted. So the removal of an entry does not affect other entries with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -10,11 +11,11 @@ use std::ops::Range;
 use crate::step_counter;
 use crate::store::members::Worker;
 
-/// The decision to send a prompt to a worker.
+/// A speculative entry: the decision to send a prompt to a worker.
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
-    /// Keys of the prompt's blocks, for each scheme by which engines divide prompts.
+    /// For each scheme by which engines divide prompts, the keys of the prompt's blocks.
     prompts: Vec<Vec<u64>>,
     end: i64,
 }
@@ -29,29 +30,29 @@ impl Decision {
     }
 }
 
-/// Blocks that workers will probably hold soon, because of routing decisions.
+/// All speculative entries: the blocks that workers will probably hold soon.
 #[derive(Debug)]
 pub struct Overlay {
-    /// Decisions by ID, in the order in which they were added.
+    /// Maps IDs to entries, in the order in which the entries were added.
     decisions: BTreeMap<u64, Decision>,
-    /// The end time and the ID of each decision, the earliest first.
+    /// The time of expiry and the ID of each entry, the earliest first.
     ends: BTreeSet<(i64, u64)>,
-    /// IDs of decisions, by the key of the last block of the prompt.
+    /// Maps the key of the last block of a prompt to the IDs of the prompt's entries.
     by_end: HashMap<u64, BTreeSet<u64>>,
-    /// Number of decisions that expect a block, by worker and key.
+    /// For each worker, maps the key of a block to the number of entries that contain the block.
     expected: HashMap<Worker, HashMap<u64, u32>>,
     next: u64,
     size: usize,
     limit: usize,
-    /// Number of ended decisions whose prompt the worker has stored, or held when the decision ended.
+    /// Number of removed entries whose prompt the worker had stored, or held when the entry was removed.
     pub confirmed: u64,
-    /// Number of decisions whose time was over before they were confirmed.
+    /// Number of entries that expired before they were confirmed.
     pub expired: u64,
-    /// Number of unconfirmed decisions that ended early, since there were too many decisions.
+    /// Number of unconfirmed entries that were removed before they expired, since there were too many entries.
     pub displaced: u64,
 }
 
-/// Maximum number of blocks of decisions that end before other threads can lock the overlay; this takes about 2 ms.
+/// Maximum number of blocks of the entries that are removed before other threads can lock the overlay; this takes about 2 ms.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer that has the same order, since `f64` has no total order.
@@ -61,7 +62,7 @@ fn order(moment: f64) -> i64 {
 }
 
 impl Overlay {
-    /// Creates an overlay whose decisions can expect at most `limit` blocks. At the limit, the oldest decisions end.
+    /// Creates an overlay whose entries can have at most `limit` blocks together. At the limit, the oldest entries are removed.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -77,23 +78,23 @@ impl Overlay {
         }
     }
 
-    /// Whether the overlay has no decisions.
+    /// Whether the overlay has no entries.
     pub fn is_empty(&self) -> bool {
         self.decisions.is_empty()
     }
 
-    /// Number of blocks of all decisions.
+    /// Number of blocks of all entries.
     pub fn len(&self) -> usize {
         self.size
     }
 
-    /// Workers with decisions.
+    /// Workers with entries.
     pub fn workers(&self) -> impl Iterator<Item = &Worker> {
         self.expected.keys()
     }
 
-    /// Adds a decision: a prompt goes to a worker, which is expected to hold the prompt's blocks until the time `until`. `prompts` has the
-    /// keys of the prompt's blocks for each of several schemes. A decision without keys is not added.
+    /// Adds an entry: until the time `until`, a worker is expected to hold the blocks of a prompt. `prompts` has the keys of the prompt's
+    /// blocks for each of several schemes. An entry without keys is not added.
     pub fn add(&mut self, worker: Worker, mut prompts: Vec<Vec<u64>>, until: f64) {
         let end = order(until);
         prompts.retain(|keys| !keys.is_empty());
@@ -116,15 +117,15 @@ impl Overlay {
         self.next += 1;
     }
 
-    /// Whether there are decisions for a worker.
+    /// Whether a worker has entries.
     pub fn expects(&self, source: &str, rank: i64) -> bool {
         self.expected
             .keys()
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// Ends some decisions for a worker: those whose prompt ends with a block that has one of these keys. Events now show which blocks the
-    /// worker holds. Returns how many of the keys were processed. The caller repeats the call with the other keys until all are processed.
+    /// Removes those entries of a worker that end with a block that has one of these keys: events have announced this block. Returns how
+    /// many of the keys were processed. The caller repeats the call with the remaining keys until all are processed.
     pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
         let mut work = 0;
         for (done, key) in stored.iter().enumerate() {
@@ -144,20 +145,20 @@ impl Overlay {
         stored.len()
     }
 
-    /// Whether `expire` would end a decision.
+    /// Whether `expire` would remove an entry.
     pub fn is_due(&self, now: f64) -> bool {
         self.size > self.limit || self.next_expired(now).is_some()
     }
 
-    /// Returns the next decision whose time is over.
+    /// Returns the next entry that has expired.
     fn next_expired(&self, now: f64) -> Option<u64> {
         let &(end, number) = self.ends.first()?;
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends decisions whose time is over; if none remains and there are too many blocks, ends the oldest decisions. One call ends a limited
-    /// number of blocks. `held` returns whether a worker holds the block with the last key of a prompt. Returns the number of blocks of the
-    /// ended decisions.
+    /// Removes the entries that have expired; if there are still too many blocks, also removes the oldest entries. One call removes a
+    /// limited number of blocks. `held` returns whether a worker holds the block with the last key of a prompt. Returns the number of
+    /// blocks of the removed entries.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) -> usize {
         let mut ended = 0;
         while ended < ENDED_PER_HOLD && self.is_due(now) {
@@ -177,14 +178,14 @@ impl Overlay {
         ended
     }
 
-    /// The range of the IDs of all decisions that were ever added.
+    /// The range of the IDs of all entries that were ever added.
     pub fn numbers(&self) -> Range<u64> {
         0..self.next
     }
 
-    /// Removes decisions for a worker, or for all ranks of a source if `rank` is None, whose IDs are in the range `numbers`. They count as
-    /// neither confirmed nor expired. One call examines a limited number of IDs, and removes them from the range. The caller repeats the
-    /// call until the range is empty.
+    /// Removes the entries of a worker, or of all ranks of a source if `rank` is None; only entries with IDs in the range `numbers` are
+    /// removed. They count as neither confirmed nor expired. One call examines a limited number of IDs, and removes them from the range.
+    /// The caller repeats the call until the range is empty.
     pub fn forget(&mut self, source: &str, rank: Option<i64>, numbers: &mut Range<u64>) {
         let mut work = 0;
         while work < ENDED_PER_HOLD {
@@ -231,8 +232,7 @@ impl Overlay {
     /// Number of leading keys whose blocks a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
-        // A decision expects all blocks of a prompt from the first block on. So if a block is expected, all blocks before it are also
-        // expected.
+        // An entry has all blocks of a prompt from the first block on. So if a block is expected, all blocks before it are also expected.
         keys.partition_point(|key| {
             step_counter::count(1);
             expected.contains_key(key)
@@ -248,7 +248,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// A decision: the worker, the chain, the length of the prompt in blocks of the chain, and the time at which the decision expires.
+        /// An entry: the worker, the chain, the length of the prompt in blocks of the chain, and the time at which the entry expires.
         Add(i64, u64, usize, u8),
         Pass(u8),
         Forget(Option<i64>),
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// The decisions in a list, the oldest first.
+    /// The entries in a list, the oldest first.
     #[derive(Default)]
     struct Model {
         decisions: Vec<(i64, Vec<u64>, f64)>,
@@ -319,8 +319,8 @@ mod tests {
     }
 
     proptest! {
-        /// However a decision ends (by time, by the limit, or by the removal of its worker), blocks that other decisions expect are still
-        /// expected.
+        /// For whatever reason an entry is removed (its expiry, the limit, or the removal of its worker), the blocks of the remaining
+        /// entries are still expected.
         #[test]
         fn an_overlay_equals_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
             let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);

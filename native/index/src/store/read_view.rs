@@ -23,9 +23,9 @@ use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// The state that lookups read.
 #[derive(Debug)]
 pub struct View {
-    /// Heads of runs, by their keys.
+    /// The table that finds heads of runs by their keys.
     pub heads: Table,
-    /// Records of blocks that were announced by keys instead of tokens, by their keys. These blocks are in no run.
+    /// The table that finds records by keys, for blocks that were announced by keys instead of tokens. These blocks are in no run.
     pub keyed: Table,
     /// Number of snapshots that are being added. While it is above 0, heads can have the same keys as linked blocks.
     pub strangers: usize,

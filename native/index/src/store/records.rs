@@ -30,7 +30,7 @@ const LINKED: u32 = 1 << 31;
 const HAS_TWINS: u32 = 1 << 30;
 const _: () = assert!(MAX_CONTEXTS <= HAS_TWINS, "a flag would be part of the number of a context");
 
-/// The value in place of the ID of a set, in a free slot.
+/// The value that a free slot has instead of the ID of a set.
 const FREE: u32 = u32::MAX;
 /// Number of bits that a slot's position in its chunk takes. For the model checker, this number is as small as possible, since the checker
 /// keeps a history of each atomic number.
@@ -46,7 +46,7 @@ const GROUP_SLOTS: usize = 8;
 struct Slots {
     /// The local hash of a linked block, or the rolling key of a head.
     words: [AtomicU64; CHUNK_SLOTS],
-    /// The engine's hash. If another stream has another hash for the block, that stream stores its own hash.
+    /// The engine's hash. A stream that has a different hash for the block stores that hash itself.
     hashes: [AtomicU64; CHUNK_SLOTS],
     /// The lower half is the ID of the block's set of holders in `Sets`; the upper half is the ID of the block's context, and flags.
     states: [AtomicU64; CHUNK_SLOTS],
@@ -243,7 +243,7 @@ impl Chunk {
         length.min(end - at)
     }
 
-    /// The position of the first `count` consecutive free slots; without such slots, of the first free slot.
+    /// The position of the first `count` consecutive free slots; if they do not exist, the position of the first free slot.
     fn find(&mut self, count: usize) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
@@ -270,7 +270,7 @@ impl Chunk {
         first
     }
 
-    /// The position of the first group whose slots are all free; without such a group, of the first free slot.
+    /// The position of the first group whose slots are all free; if no such group exists, the position of the first free slot.
     fn find_group(&mut self) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
@@ -586,7 +586,7 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // Several runs might grow in turn by a few blocks, so this run gets a free group if there is one.
+                    // Several runs might grow in turn by a few blocks, so this run gets a free group if one exists.
                     (..GROUP_SLOTS, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP_SLOTS)),
                 };
@@ -824,7 +824,7 @@ mod tests {
         let stretch = records.take(None, 100).unwrap();
         assert_eq!((stretch.first, stretch.length), (made[200].0, 100));
         records.give(stretch.first, stretch.length);
-        // This gap is too short.
+        // No gap of the chunk has 500 slots, so the slots of the first gap are taken.
         assert_eq!(records.take(None, 500).unwrap().first, made[200].0);
         assert_eq!(records.len(), 600);
     }

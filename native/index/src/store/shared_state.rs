@@ -266,7 +266,7 @@ impl SharedState {
         found
     }
 
-    /// Number of these records that a stream holds.
+    /// Number of the given records that a stream holds.
     fn count_held(&self, records: &[u32], stream: u32) -> usize {
         step_counter::count(records.len());
         let is_held = |&&number: &&u32| self.sets.knows(self.records.set(number), stream);
@@ -567,8 +567,8 @@ impl SharedState {
     }
 }
 
-/// Number of changed sets and contexts from which a writer publishes the changes before the end of its work. A publication makes lookups
-/// wait for some tens of microseconds.
+/// A writer that has changed this number of sets and contexts publishes the changes before it continues. A publication makes lookups wait
+/// for some tens of microseconds.
 const CHANGES_AT_ONCE: usize = 1_024;
 
 impl Publish for SharedState {

@@ -5,9 +5,9 @@ use std::collections::HashMap;
 /// Counters of the input that a stream could not use.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Number of rejected stores, by the kind of the group and the reason.
+    /// The number of rejected stores for each kind of group and reason.
     pub rejected: HashMap<(String, &'static str), u64>,
-    /// Number of hashes in removals that the stream did not hold.
+    /// Number of hashes that removals named although the stream did not hold their blocks.
     pub unknown: u64,
     /// Number of blocks that were dropped from the full queue of waiting blocks.
     pub dropped: u64,

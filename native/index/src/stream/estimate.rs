@@ -106,7 +106,7 @@ impl Stream {
         there.map(|named| self.waiting.untied_on(named.placement)).sum()
     }
 
-    /// Whether each pending block shows that its parent or its tokens were never announced. False if batches or blocks are known to be
+    /// Whether the parent or the tokens of each pending block were certainly never announced. False if batches or blocks are known to be
     /// missing. Also false for an engine with several groups: if block sizes differ, vLLM hashes parts of blocks, names them as parents,
     /// and never announces them.
     fn are_pending_certain(&self) -> bool {

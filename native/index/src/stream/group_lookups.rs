@@ -57,7 +57,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The records of all blocks. A hash is given if the block's hash in this stream differs from the record's hash.
+    /// The records of all blocks, each with the block's hash in this stream if that hash differs from the record's hash.
     pub(super) fn all_blocks(&self, writer: &mut Writer<'_, SharedState>) -> Vec<(u32, Option<u64>)> {
         writer.unlocked(|| {
             let own = self.own_numbers().map(|number| (number, None));

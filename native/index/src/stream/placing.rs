@@ -7,7 +7,7 @@ use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Number of block examinations that take as long as computing a linked block's key, which is necessary if the parent is unknown.
+/// Examining this number of blocks takes as long as computing a linked block's key, which is necessary if the parent is unknown.
 const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// The outcome of placing a block.

@@ -50,8 +50,8 @@ impl Stream {
         self.apply_removals(shared, placement, &mut pending);
     }
 
-    /// Removes a copy in the usual case: the hash has one block, and the block has one copy on the placement. Changes that consecutive
-    /// removals share, and records without holders, are collected in `pending`. In any other case, returns false and does not change the
+    /// Removes a copy in the usual case: the hash has one block, and the block has one copy on the placement. Collects in `pending` the
+    /// changes that consecutive removals share, and the records without holders. In any other case, returns false and does not change the
     /// block.
     #[inline]
     fn remove_single(
@@ -371,7 +371,8 @@ fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32
     found
 }
 
-/// The records of a stream are sorted in a list if the index has more than this many times as many records, else marked in a bitmap.
+/// If the index has more than this number of records for each record of a stream, the stream's records are sorted in a list; otherwise they
+/// are marked in a bitmap.
 const SORT_RATIO: usize = 64;
 
 /// A hash to remove.
@@ -403,7 +404,7 @@ struct PendingRemovals {
     row: Row,
 }
 
-/// No set.
+/// The value that represents no set.
 const NONE: u32 = u32::MAX;
 
 impl PendingRemovals {

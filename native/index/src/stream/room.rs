@@ -11,7 +11,7 @@ use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 pub(super) const LARGE_TABLE: usize = 1 << 14;
 /// Maximum number of bytes by which the index's tables can grow before the memory limit is checked again.
 const MAX_TABLE_GROWTH: usize = 16 << 10;
-/// Divisor of the memory limit that gives the reserve for streams that hold fewer blocks than the average.
+/// The memory limit divided by this number is reserved for streams that hold fewer blocks than the average.
 const RESERVE_RATIO: usize = 16;
 
 impl Stream {

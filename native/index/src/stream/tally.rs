@@ -55,7 +55,7 @@ impl CopyMarks {
         }
     }
 
-    /// The contribution of one copy of a block.
+    /// The contribution of one copy of a block to the sums.
     #[inline]
     pub fn copy(self, hash: u64, key: u64) -> Tally {
         Tally {
@@ -64,7 +64,7 @@ impl CopyMarks {
         }
     }
 
-    /// The contribution of one copy of each of several blocks.
+    /// The contribution of one copy of each of several blocks to the sums.
     #[inline]
     pub fn copies(self, hashes: &[u64], keys: &[u64]) -> Tally {
         let sum = |sum: u128, (&hash, &key): (&u64, &u64)| sum.wrapping_add(mark(hash, key, self.digest));

@@ -1,4 +1,4 @@
-//! Protects forked children. A child has the memory of its parent, but not the parent's other threads, and another thread may have been
+//! Protects forked children. A child has the memory of its parent, but not the parent's other threads, and another thread might have been
 //! changing data at the time of the fork.
 //!
 //! In the child, this data stays half changed, and the locks of that thread stay locked. So a thread locks the memory pool before it forks,

@@ -22,7 +22,7 @@ pub trait Publish {
 }
 
 /// A `RwLock` whose waiting threads spin for about one turn of a writer before they sleep. A writer that panics leaves the lock poisoned,
-/// since the protected value may be half changed.
+/// since the protected value might be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
@@ -115,8 +115,8 @@ pub struct Writer<'a, T: Publish> {
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts work, in blocks. After enough work, yields the lock to waiting threads. Returns whether it may have yielded the lock. If it
-    /// has, only the caller's stream is certainly unchanged.
+    /// Counts work, in blocks. After enough work, yields the lock to waiting threads. Returns true if it might have yielded the lock; then
+    /// only the caller's stream is certainly unchanged.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
         step_counter::count(work);

@@ -1,5 +1,5 @@
-//! Searches for payloads that take more steps per byte than a bound, or that make other streams wait for too many steps. Any payloads may
-//! come before them.
+//! Searches for payloads that take more steps per byte than a bound, or that make other streams wait for too many steps. Any other payloads
+//! can come before the searched ones.
 
 use proptest::prelude::*;
 
@@ -758,7 +758,7 @@ fn a_hash_of_many_blocks_that_is_repeated() {
 }
 
 /// Copies of many hashes, in many groups, where each hash has many blocks. Each block is examined once for all groups, and many short
-/// batches do not cause many examinations.
+/// batches do not cause many checks.
 #[test]
 fn copies_of_many_hashes_of_many_blocks() {
     let index = index();
@@ -871,7 +871,7 @@ fn worker() -> Worker {
     }
 }
 
-/// Routing decisions that end at the same time.
+/// Speculative entries that expire at the same time.
 #[test]
 fn many_decisions_that_end_at_once() {
     let index = index();
@@ -890,8 +890,8 @@ fn many_decisions_that_end_at_once() {
             "{taken} steps, others wait for {longest}"
         );
     }
-    // A call that adds a decision may also end additional blocks, as many as it adds. So the number of ended blocks that remain does not
-    // grow.
+    // A call that adds a speculative entry can remove as many additional blocks as it adds. So the number of blocks that have expired and
+    // are not removed yet does not grow.
     index.speculate(&worker(), &[5; 40_000], &Scope::default(), 1.0, 1.0);
     assert_eq!(index.speculated(0.0).expired, 19);
     for _ in 0..11 {
@@ -921,7 +921,7 @@ fn a_prompt_that_is_expected_on_many_workers() {
     );
 }
 
-/// Routing decisions that end because their worker clears its cache, or stores the last block of their prompts.
+/// Speculative entries that are removed because their worker clears its cache, or stores the last block of their prompts.
 #[test]
 fn many_decisions_that_end_by_one_event() {
     let index = index();
@@ -942,7 +942,7 @@ fn many_decisions_that_end_by_one_event() {
     assert_eq!(index.speculated(0.0).confirmed, 60);
 }
 
-/// A routing decision for a prompt with more blocks than any engine computes at once.
+/// A speculative entry of a prompt with more blocks than any engine computes at once.
 #[test]
 fn a_decision_for_a_very_long_prompt() {
     let index = index();

@@ -39,7 +39,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// More parts were rejected than the list has entries; this last entry represents all others.
+    /// The last entry of a full list: it represents all further rejected parts.
     More,
 }
 
@@ -158,9 +158,10 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
-    /// Texts that engines send but that the index does not use (`scan::layouts::unused_texts`), by name. None if the event lacks the field.
+    /// Names and values of texts that engines send but that the index does not use (`scan::layouts::unused_texts`). None if the event lacks
+    /// the field.
     pub unused_texts: Vec<(&'static str, Option<String>)>,
-    /// Fields that this release does not know, by name; in array events, by position.
+    /// Names and values of fields that this release does not know; in array events, a position represents the name.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
@@ -175,7 +176,7 @@ pub struct BlockRemoved {
     pub locality: Option<String>,
     pub ownership: Option<String>,
     pub heartbeat: Option<Heartbeat>,
-    /// As the field with this name in `BlockStored`.
+    /// The same property as in `BlockStored`.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
@@ -310,8 +311,8 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     batch
 }
 
-/// Maximum number of bytes of a payload, whatever the configured limits: `ScratchWriter` writes up to 30 times as many bytes, and has
-/// 32-bit positions.
+/// Maximum number of bytes of a payload, whatever the configured limits: for each byte of a payload, `ScratchWriter` writes up to 30 bytes,
+/// and its positions have 32 bits.
 const MAX_PAYLOAD_BYTES: usize = u32::MAX as usize / 32;
 
 fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
@@ -341,7 +342,7 @@ fn bounded_elements<'a>(
     elements(raw).map_err(|reason| Refusal::for_value(reason, what, "is not an array"))
 }
 
-/// The values of a map, by name.
+/// The names and values of a map.
 fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
     check_length(raw, what, limit, Reason::TooManyFields)?;
     pairs(raw).map_err(|reason| Refusal::for_value(reason, what, "has a key that is not a string"))

@@ -218,7 +218,7 @@ impl<'a> Reader<'a> {
         (count <= self.left()).then_some(count)
     }
 
-    /// Reads the header of a map, and returns the number of pairs; as many pairs fit in the remaining bytes.
+    /// Reads the header of a map, and returns the number of pairs; the remaining bytes have room for all of them.
     #[inline]
     pub fn map(&mut self) -> Option<usize> {
         let [head] = self.take()?;

@@ -84,8 +84,8 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
 }
 
 /// Reads tokens of three bytes, several at a time, before the first token with another length. Returns their number. With a vocabulary of
-/// up to 65,536 tokens, nearly all tokens take three bytes, so the branches are predicted correctly. With another vocabulary this function
-/// soon returns, so it takes little time.
+/// up to 65,536 tokens, nearly all tokens take three bytes, so the branches are predicted correctly. With a larger vocabulary, this
+/// function soon returns, so it takes little time.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -209,7 +209,8 @@ const MARGIN_BYTES: usize = 16;
 /// Number of bytes of the longest token in the tables.
 const MAX_TOKEN_BYTES: usize = 5;
 
-/// The length in the tables for a byte at which no supported token begins. The value is so large that every sum with it is recognised.
+/// The length in the tables for a byte at which no supported token begins. The value is so large that any total length that includes it is
+/// recognised as invalid.
 const UNKNOWN_LENGTH: u8 = 0x40;
 
 /// Maximum number of remaining bytes that are copied before they are classified.

@@ -39,8 +39,8 @@ impl FreeFormBudget {
     }
 }
 
-/// The fields of an event that are not decoded yet, by name. Each method removes the field that it reads; at the end, `rest` returns the
-/// remaining fields.
+/// The names and values of those fields of an event that are not decoded yet. Each method removes the field that it reads; at the end,
+/// `rest` returns the remaining fields.
 pub struct Fields<'f, 'a> {
     fields: Vec<(Cow<'a, str>, &'a [u8])>,
     limits: &'f Limits,
@@ -202,7 +202,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             .transpose()
     }
 
-    /// Rejects a field that has one entry per block, if it has more entries than an event may have hashes.
+    /// Rejects a field with one entry per block if its number of entries exceeds the maximum number of hashes of an event.
     fn check_length(&self, name: &'static str) -> Result<(), Refusal<'a>> {
         let (count, limit) = (self.get(name).map_or(0, declared_length), self.limits.max_hashes);
         if count > limit {

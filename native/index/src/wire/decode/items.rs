@@ -254,7 +254,7 @@ impl Search<'_> {
                 }
                 run(id, (at as i64).saturating_sub(offset), self.end_of(at, step))
             }
-            // The item follows a text.
+            // The item follows tokens that belong to no item.
             (_, Some(id)) if self.vocabulary.is_some_and(|size| value > size) => run(id, at as i64, self.end_of(at, 1)),
             (Some((id, 0)), _) if !self.has_digests && self.is_beginning(at) => run(id, at as i64, self.end_of(at, step)),
             _ => None,

@@ -173,10 +173,10 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     Ok(found)
 }
 
-/// Maximum number of names for which a new name is compared with each known name instead of looked up in a hash table.
+/// If a map has at most this number of known names, a new name is compared with each of them; otherwise it is looked up in a hash table.
 const MAX_COMPARED_NAMES: usize = 16;
 
-/// Returns the values of a map by name. If a name occurs several times, its last value counts, at the position of the first.
+/// Returns the names and values of a map. If a name occurs several times, its last value counts, at the position of the first.
 pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
     let mut found: Vec<(&str, &[u8])> = Vec::new();
