@@ -33,7 +33,7 @@ pub struct Announcement {
 pub struct RemovalScope {
     /// Announcements with exactly the location of the removal.
     pub exact: u64,
-    /// Announcements with any location on the same placement.
+    /// Announcements with any location on the placement of the removal.
     pub placement: u64,
 }
 

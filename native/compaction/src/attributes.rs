@@ -120,7 +120,8 @@ impl AttributeTable {
         }
     }
 
-    /// Gives one block other attributes, which differ from its attributes `number` only in `copies`. Returns the ID of the new attributes.
+    /// Changes `copies` in the attributes of one block, whose present attributes have the ID `number`. Returns the ID of the new
+    /// attributes.
     pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
         let attributes = Attributes {
             copies,

@@ -123,7 +123,8 @@ impl<'a> Exporter<'a> {
         for &example in phases.loras.values() {
             self.export_lora_change(example);
         }
-        // A store whose parent is outdated is a sign too. So it must be exported before other blocks of the present weights.
+        // A store whose parent is outdated is also a sign of the replacement. So it must be exported before other blocks of the present
+        // weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
             self.export_run(&part, !self.doubtful_announcements(part[0]));
@@ -321,8 +322,8 @@ impl<'a> Exporter<'a> {
             ..store
         };
         if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
-            // The block was first announced on the device. The consumer cannot know this, and must not count the extra keys of the block as
-            // unknown.
+            // The block was first announced on the device, so its extra keys are known. The consumer does not see this announcement, so the
+            // store states that the block has no extra keys.
             store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));
         }
         store

@@ -422,7 +422,8 @@ impl State {
 
     // --- removals
 
-    /// Applies a removal. Groups of unknown kinds have no blocks that prompts match, so a removal there only changes their copies.
+    /// Applies a removal. Prompts match no blocks of groups of unknown kinds, so a removal in such a group only changes the numbers of
+    /// copies.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
         if self.invalid.is_some() {
             return Ok(());

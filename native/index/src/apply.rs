@@ -19,7 +19,7 @@ use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// The medium that a clear names if all tiers are certainly empty afterwards. Only publishers of kvevents name this medium.
+/// The medium that a clear names if all tiers are certainly empty after the clear. Only publishers of kvevents name this medium.
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.

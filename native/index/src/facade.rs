@@ -55,8 +55,8 @@ impl Limits {
     }
 }
 
-/// A number for one life of a publisher process. When a publisher restarts, it begins a higher incarnation, and the blocks of earlier
-/// incarnations are removed.
+/// A number for one life of a publisher process. When a publisher restarts, it begins an incarnation with a higher number, and the blocks
+/// of earlier incarnations are removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Incarnation(pub i64);
 

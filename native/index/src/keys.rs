@@ -68,7 +68,7 @@ pub fn item_text(id: &str) -> u64 {
     xxh3_64(id.as_bytes())
 }
 
-/// The number for an identifier of a multimodal item that consists of bytes.
+/// The number for a multimodal item's identifier that consists of bytes.
 pub fn item_bytes(id: &[u8]) -> u64 {
     xxh3_64(id)
 }

@@ -27,7 +27,7 @@ use crate::work::{DecayingCount, Reading, RequestCount, Work, WorkNumber};
 /// Number of workers above which idle workers are forgotten. It is four times the number of workers that a service follows by default.
 const FORGETTING_WORKERS: usize = 16_384;
 
-/// The work of all workers, by source name and rank, and the reservations. Any thread can use this value.
+/// The work of each worker, which its source name and rank identify, and the reservations. Any thread can use this value.
 #[derive(Debug)]
 pub struct Loads {
     max_age: Duration,

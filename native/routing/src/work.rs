@@ -14,7 +14,7 @@ pub enum Progress {
     Decoding,
 }
 
-/// The ID of a worker's record. A worker that is removed and added again has a record with another ID.
+/// The ID of a worker's record. A worker that is removed and added again gets a record with a new ID.
 pub(crate) type WorkNumber = u64;
 
 /// Time in which a selection decays to half a request, if the engine does not report.

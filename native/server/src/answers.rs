@@ -101,8 +101,8 @@ fn separate(out: &mut String) {
     }
 }
 
-/// Maximum number of tokens that one of several ranks holds: over all tiers, on the device, on the device and the host, and on these and
-/// disks.
+/// Maximum number of tokens that one of several ranks holds: over all tiers, on the device, on the device and the host, and on the device,
+/// the host and disks.
 fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [

@@ -1,7 +1,7 @@
 //! Limits the number of client connections, their duration and their memory.
 //!
-//! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that are in one state for too
-//! long:
+//! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that exceed the time limit of
+//! their state:
 //!
 //! | state | the connection | ends after |
 //! |---|---|---|
@@ -42,7 +42,7 @@ pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 pub(crate) const CLOSING_TIME: Duration = Duration::from_secs(2);
 /// Age below which a connection without a request is not replaced, since its first request can have arrived without having been read.
 const YOUNG_TIME: Duration = Duration::from_millis(50);
-/// Number of request bytes that each connection can hold, whatever other connections hold.
+/// Number of request bytes that each connection can hold, regardless of what other connections hold.
 pub(crate) const FREE_BYTES: usize = 1 << 16;
 /// Number of bytes that a client must read in each period of `unread_seconds`, if it has not read the answer completely.
 const MIN_READ_BYTES: u64 = 1 << 20;

@@ -364,7 +364,7 @@ fn salt_seed(salt: Option<&str>) -> u64 {
     salt.map_or(0, |salt| keys::salt(salt.as_bytes()))
 }
 
-/// Returns the time in seconds, by the clock of the expiry of speculative entries: Python's `time.monotonic`.
+/// Returns the time in seconds by the clock of Python's `time.monotonic`, which determines when speculative entries expire.
 pub(crate) fn monotonic() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a valid `timespec`, which the call fills.

@@ -220,7 +220,7 @@ async fn answer(
         }
     };
     let size = call.body.len();
-    // Tonic would copy a message twice that arrives in one part with its prefix.
+    // If a message arrives in one part with its prefix, tonic would copy the message twice.
     let mut message = call.body.clone();
     let prefix = message.split_to(PREFIX_BYTES.min(size));
     let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));

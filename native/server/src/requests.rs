@@ -19,7 +19,7 @@ const MAX_LABELS: usize = 32;
 const MAX_ID: usize = 128;
 /// Minimum and maximum number of seconds until a reservation expires.
 const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
-/// Name of the tenant, and of the group, if a request does not state it.
+/// The tenant, or the group, of a request that does not state it.
 const DEFAULT_NAME: &str = "default";
 
 /// A value that must be an object: serde alone would also accept an array with the values of the fields.
@@ -401,7 +401,8 @@ pub(crate) struct ReserveAs {
     seconds: Option<f64>,
 }
 
-/// Whether a text can be the name of a reservation. The name is a part of a path, and a name of dots alone would lead to another path.
+/// Whether a text can be the name of a reservation. The name is a part of a path, and a name that consists of dots would lead to a
+/// different path.
 pub(crate) fn is_id(id: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain) && id.bytes().any(|byte| byte != b'.')

@@ -20,10 +20,10 @@ use crate::settings::{Access, Settings};
 
 /// Number of sweeps after which a control plane that has not reported counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Number of bytes of a body from which a separate thread reads it, so that other clients are not delayed.
+/// A separate thread reads a body of at least this number of bytes, so that other clients are not delayed.
 const THREAD_BYTES: usize = 1 << 16;
-/// Number of bytes of a body with one prompt from which a separate thread reads it. It is larger than `THREAD_BYTES`, since token ids are
-/// read faster.
+/// A separate thread reads a body with one prompt if it has at least this number of bytes. The number is larger than `THREAD_BYTES`, since
+/// token ids are read faster.
 const THREAD_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.

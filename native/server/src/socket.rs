@@ -18,7 +18,7 @@ use crate::settings::Limits;
 
 /// Maximum number of bytes of the first line and the headers of a request: eight times the limit of common proxies.
 pub(crate) const MAX_HEAD: usize = 65_536;
-/// Maximum number of headers over HTTP/1.1, which is the limit of hyper.
+/// Maximum number of headers of an HTTP/1.1 request: the limit of hyper.
 const MAX_HEADERS: usize = 100;
 /// Bytes that make any incomplete head complete and malformed.
 const MALFORMED_HEAD_END: &[u8] = b"\0\r\n\r\n";

@@ -79,7 +79,7 @@ impl Stream {
         if let Err(reason) = self.store(writer, read, event, placement, work) {
             let kind = read.text(event.spec_kind).unwrap_or("none");
             self.counters.reject(kind, reason);
-            // A store of a group of unknown kind makes no answer incomplete, since such groups have their own estimate.
+            // Stores of groups of unknown kinds are not counted here, since these groups have an estimate of their own.
             self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
         }
     }

@@ -158,7 +158,7 @@ impl Contexts {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// Returns the number of a context and counts one more use; None if there are too many contexts.
+    /// Returns the number of a context, and increments its use count; None if there are too many contexts.
     pub fn retain(&mut self, context: Context) -> Option<u32> {
         if let Some(last) = self.entries.get_mut(self.last as usize)
             && last.context == context

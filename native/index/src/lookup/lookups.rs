@@ -214,7 +214,7 @@ impl Room {
 impl PrefixIndex {
     /// The workers that hold a prefix of a prompt.
     ///
-    /// Hashes are computed without the lock. At first only a few hashes are computed, since often not even the first blocks are known. The
+    /// Hashes are computed without the lock. At first only a few hashes are computed, since the index often has no block of the prompt. The
     /// answer describes one moment: the last try reads all blocks of all schemes, and counts only if no writer has changed these blocks
     /// during the try.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {

@@ -245,7 +245,7 @@ impl Table {
         position
     }
 
-    /// Returns the position of a hash: `before`, if no entry has moved since then, else a new position.
+    /// Returns the position of a hash: `before` if no entry has moved since `before` was found, otherwise a new position.
     #[inline]
     pub fn current_position(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
         if before.is_valid(self.moves) {

@@ -1,8 +1,8 @@
 //! Reads a snapshot. `restore` reads the snapshot into a new shared state. When this state is complete, it replaces the shared state of the
 //! index. `absorb` reads the snapshot into the existing shared state of an index.
 //!
-//! Other threads can read and write the index meanwhile. The shared state is locked for a limited number of blocks at a time, and never
-//! while bytes are read. The bytes can come from Python, and another thread can hold the GIL while it waits for the shared state.
+//! Other threads can read and write the index at the same time. The shared state is locked for a limited number of blocks at a time, and
+//! never while bytes are read. The bytes can come from Python, and another thread can hold the GIL while it waits for the shared state.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Read;

@@ -301,7 +301,7 @@ impl Stream {
         true
     }
 
-    /// Removes every block. Lookups find none of the blocks from the beginning of the removal on. The known groups stay.
+    /// Removes every block. From the beginning of the removal on, lookups find none of the blocks. The known groups stay.
     pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();

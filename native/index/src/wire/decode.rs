@@ -479,8 +479,8 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     ))
 }
 
-/// Converts fields as Mooncake RFC #1527 names them. If a field has two names, the name in the RFC counts, and the duplicate that
-/// Mooncake's compatibility mode adds is dropped.
+/// Converts fields with the names of Mooncake RFC #1527 to fields with vLLM's names. If a field occurs under both names, the one with the
+/// name of the RFC counts; Mooncake's compatibility mode has added the other.
 ///
 /// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {

@@ -1,4 +1,4 @@
-//! The fast decoder reads the numbers of the JSON text, as a slow decoder does that reads them one by one.
+//! The fast decoder reads the numbers of the JSON text, exactly as a slow decoder, which reads them one by one.
 
 use proptest::prelude::*;
 

@@ -8,7 +8,7 @@ use crate::wire::msgpack::Reader;
 
 use super::Reason;
 
-/// Nil, the value in place of a missing field.
+/// Nil: the value that represents a missing field.
 pub(super) const NIL: &[u8] = &[0xC0];
 
 /// A free-form value.
