@@ -11,7 +11,7 @@ import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
-from kvevents.testing.zmtp import ZmtpSplitter, message
+from kvevents.testing.zmtp import ZmtpSplitter, encode_message
 
 SECONDS = 60
 """Deadline of every wait."""
@@ -54,10 +54,10 @@ def receive(socket: Socket) -> list[bytes]:
 
 @pytest.mark.parametrize("frames", [[b"a"], [b"", b"b" * 255, b"c" * 256], [b"x" * 70_000]])
 def test_an_encoded_message_is_split_into_its_frames(frames: list[bytes]) -> None:
-    """`ZmtpSplitter` reads what `message` encodes as one message of these frames."""
+    """`ZmtpSplitter` reads what `encode_message` encodes as one message of these frames."""
     splitter = ZmtpSplitter()
     splitter.feed(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    (piece,) = splitter.feed(message(frames))
+    (piece,) = splitter.feed(encode_message(frames))
     assert list(piece.frames) == frames
 
 

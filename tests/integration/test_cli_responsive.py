@@ -43,7 +43,7 @@ def run_bridge(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> No
     async def begin(*_: Any) -> None:
         work()
 
-    monkeypatch.setattr(bridge, "_main", begin)
+    monkeypatch.setattr(bridge, "_run_bridge", begin)
     assert main(["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "e=tcp://127.0.0.1:1"]) == 0
 
 

@@ -20,7 +20,7 @@ from resource_cases import leave_nothing_open
 from tools.ports import LOOPBACK
 from zmtp_peer import command
 
-BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
+BATCH = zmtp.encode_message(live_frames(TOPIC, 9, PAYLOAD))
 
 
 @pytest.fixture(params=RIGS)
@@ -303,7 +303,7 @@ def open_connected_reader(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
         BATCH[:-3],
         b"\xf8" * 20,
         b"\x02" + (1 << 40).to_bytes(8, "big"),
-        zmtp.message([TOPIC, bytes(8), bytes(5_000)]),
+        zmtp.encode_message([TOPIC, bytes(8), bytes(5_000)]),
         command(b"ERROR", b"\x03bad"),
         b"",
     ],
@@ -327,7 +327,7 @@ def test_batches_may_arrive_byte_by_byte() -> None:
     """They are decoded as if they had arrived in one piece."""
     with open_connected_reader() as (_, engine, reader):
         for number in range(3):
-            for byte in zmtp.message(live_frames(TOPIC, number, PAYLOAD)):
+            for byte in zmtp.encode_message(live_frames(TOPIC, number, PAYLOAD)):
                 engine.send_bytes(bytes((byte,)))
                 reader()
         reader.read_until(lambda: len(reader.recorder.log) == 4)
@@ -337,7 +337,7 @@ def test_batches_may_arrive_byte_by_byte() -> None:
 def test_a_message_of_many_megabytes_arrives() -> None:
     """The batch after it arrives too."""
     with open_connected_reader(max_message_bytes=32_000_000) as (_, engine, reader):
-        large = zmtp.message(live_frames(TOPIC, 0, bytes(20_000_000)))
+        large = zmtp.encode_message(live_frames(TOPIC, 0, bytes(20_000_000)))
         sender = threading.Thread(target=lambda: (engine.send_bytes(large), engine.publish(1)), daemon=True)
         sender.start()
         reader.read_until(lambda: len(reader.recorder.log) == 3)
@@ -392,7 +392,7 @@ def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.L
 
 FLOODS = {
     "pings": command(b"PING", b"\0\0" + b"x" * 16) * 1_000,
-    "odd messages": zmtp.message([TOPIC] * 9) * 1_000,
+    "odd messages": zmtp.encode_message([TOPIC] * 9) * 1_000,
     "batches": BATCH * 1_000,
 }
 

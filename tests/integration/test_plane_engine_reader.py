@@ -14,7 +14,7 @@ from bridge_cases import PublishingEngine
 from kvevents.events import BlockRemoved
 from kvevents.stream import Checkpoint, Source, StreamLimits
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
-from kvevents_plane.engine_reader import MAX_REASON_CHARACTERS, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
+from kvevents_plane.engine_reader import MAX_REASON_CHARACTERS, PAUSE_SECONDS, TRUST_CHECK_SECONDS, EngineReader, EngineRecord
 from kvevents_plane.partition_state import ResumePoint
 from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
 from plane_cases import SECONDS
@@ -187,7 +187,7 @@ class Script:
 
 
 MANY_TURNS = [True] * 10
-TRUST_IS_DUE = [*MANY_TURNS, *[False] * (1 + int(TRUST_SECONDS / PAUSE_SECONDS)), True, True]
+TRUST_IS_DUE = [*MANY_TURNS, *[False] * (1 + int(TRUST_CHECK_SECONDS / PAUSE_SECONDS)), True, True]
 """Turns after which a change of trust must have been reported even if nothing else was delivered."""
 
 

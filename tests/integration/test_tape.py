@@ -18,7 +18,7 @@ import paths
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UsageError
 from kvevents.recording import LiveBatch, live_batches, read_recording
 from kvevents.testing import Faults, TapePlayer
-from kvevents.testing.playlist import Playlist, restamp
+from kvevents.testing.playlist import Playlist, delay_timestamp
 from kvevents.testing.tape import CATCH_UP_SECONDS, _Play
 from kvevents.testing.tape_sockets import MAX_WAITING_REPLIES, Sent
 from kvevents.wire import END_SEQ, encode_seq, live_frames, replay_batch_frames, replay_end_frames, replay_request_frames
@@ -639,12 +639,12 @@ def test_gaps_are_the_recorded_times_between_batches() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"payload of a test", b"\x93\xc0\x90\x00......", b"\x83\xcb12345678"])
 def test_a_payload_without_a_timestamp_is_unchanged(payload: bytes) -> None:
     """A payload that does not begin with an array and a float is unchanged in every round."""
-    assert restamp(payload, 5.0) == payload
+    assert delay_timestamp(payload, 5.0) == payload
 
 
 def test_the_timestamp_of_a_payload_is_moved() -> None:
     """The timestamp moves by the given seconds. Nothing else in the payload changes."""
-    assert restamp(encode_empty_batch(1.5), 2.0) == encode_empty_batch(3.5)
+    assert delay_timestamp(encode_empty_batch(1.5), 2.0) == encode_empty_batch(3.5)
 
 
 def test_stopping_ends_a_play(connect: Connect) -> None:

@@ -68,13 +68,13 @@ def demand_other_mechanism(line: PeerConnection) -> None:
 def send_too_large_message(line: PeerConnection) -> None:
     """Send a message above the limit."""
     complete_handshake(line)
-    line.send(zmtp.message([b"kv", bytes(8), bytes(_MAX + 1)]))
+    line.send(zmtp.encode_message([b"kv", bytes(8), bytes(_MAX + 1)]))
     assert line.is_closed()
 
 
 def send_invalid_handshake(line: PeerConnection) -> None:
     """Send a ZMTP greeting, then garbage."""
-    line.send(GREETING, bytes((zmtp.COMMAND, 5)) + b"\xffjunk")
+    line.send(GREETING, bytes((zmtp.COMMAND_FLAG, 5)) + b"\xffjunk")
     assert line.is_closed()
 
 

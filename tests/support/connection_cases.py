@@ -175,10 +175,10 @@ class RealEngine:
         self._current.sendall(b"".join(parts))
 
     def publish(self, *numbers: int) -> None:
-        self.send_bytes(*(zmtp.message(live_frames(TOPIC, number, PAYLOAD)) for number in numbers))
+        self.send_bytes(*(zmtp.encode_message(live_frames(TOPIC, number, PAYLOAD)) for number in numbers))
 
     def send_raw(self, frames: list[bytes]) -> None:
-        self.send_bytes(zmtp.message(frames))
+        self.send_bytes(zmtp.encode_message(frames))
 
     def cut(self) -> None:
         self._stop_listening()

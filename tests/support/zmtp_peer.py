@@ -23,14 +23,14 @@ GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0"
 
 def command(name: bytes, data: bytes = b"") -> bytes:
     """Encode a command."""
-    return zmtp.encode_frame(zmtp.COMMAND, bytes((len(name),)) + name + data)
+    return zmtp.encode_frame(zmtp.COMMAND_FLAG, bytes((len(name),)) + name + data)
 
 
 PUB: Final = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
 
 
 def batch(seq: int, payload: bytes = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0") -> bytes:
-    return zmtp.message([b"kv", seq.to_bytes(8, "big"), payload])
+    return zmtp.encode_message([b"kv", seq.to_bytes(8, "big"), payload])
 
 
 class Peer:
@@ -94,7 +94,7 @@ class PeerConnection:
 
     def command(self) -> tuple[bytes, bytes]:
         flags, body = self.frame()
-        assert flags == zmtp.COMMAND
+        assert flags == zmtp.COMMAND_FLAG
         name, data = body[1 : 1 + body[0]], body[1 + body[0] :]
         return name, data
 

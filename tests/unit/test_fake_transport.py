@@ -14,7 +14,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, Subscriber, TrustChange, aio
 from kvevents.subscriber.front_end import DELIVERIES_PER_SLICE
-from kvevents.subscriber.multiplexer import MAX_READY, MESSAGES_PER_READ
+from kvevents.subscriber.multiplexer import MAX_READY_DELIVERIES, MESSAGES_PER_READ
 from kvevents.testing import FakeEngine, FakeTransport
 
 ENDPOINT, REPLAY = "tcp://engine:5557", "tcp://engine:5558"
@@ -235,7 +235,7 @@ def test_a_run_ends_when_many_deliveries_are_ready() -> None:
         while batches := subscriber.receive_many(timeout=1):
             sizes.append(len(batches))
         assert sum(sizes) == 300 * len(engines)
-        assert max(sizes) < MAX_READY + MESSAGES_PER_READ
+        assert max(sizes) < MAX_READY_DELIVERIES + MESSAGES_PER_READ
 
 
 class FailingSink:

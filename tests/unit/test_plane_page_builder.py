@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
-from kvevents_plane.page_builder import RECORD_BYTES, PageBuilder
+from kvevents_plane.page_builder import RECORD_HEAD_BYTES, PageBuilder
 from kvevents_plane.partition_state import InvalidRecord, PartitionState, ResumePoint, StreamJoined, StreamLeft
 from kvevents_plane.records import (
     EMPTY_HISTORY,
@@ -443,7 +443,7 @@ def test_a_page_does_not_exceed_its_maximum_size() -> None:
         page = builder.build(0.0)
         if page is None:
             break
-        assert len(encode_page(page)) <= PAGE_BYTES + RECORD_BYTES
+        assert len(encode_page(page)) <= PAGE_BYTES + RECORD_HEAD_BYTES
         builder.acknowledge(position)
     assert (builder.queued_records, builder.queued_bytes, builder.written) == (0, 0, 50)
 
@@ -532,7 +532,7 @@ def test_each_fragment_of_a_batch_waits_for_the_previous_one() -> None:
     assert one.build(0.0) is None
     one.acknowledge(2)
     assert [record.offset for record in build_page(one).records if isinstance(record, FragmentRecord)] == [
-        PAGE_BYTES - RECORD_BYTES - len(KEY[0])
+        PAGE_BYTES - RECORD_HEAD_BYTES - len(KEY[0])
     ]
 
 

@@ -15,7 +15,7 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.simulated_fleet import PROGRESS_EVERY, Progress, SimulatedFleet, simulate
+from kvevents.sim.simulated_fleet import REQUESTS_PER_PROGRESS, Progress, SimulatedFleet, simulate
 from sim_cases import conversations, fleet_of, play, request
 
 SMALL = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
@@ -158,9 +158,9 @@ def test_a_run_without_requests_has_a_result() -> None:
 
 def test_progress_is_reported_at_intervals() -> None:
     reported: list[Progress] = []
-    requests = list(conversations(3 * PROGRESS_EVERY))
+    requests = list(conversations(3 * REQUESTS_PER_PROGRESS))
     simulate(fleet_settings(), "random", requests, progress=reported.append)
-    assert [one.arrived for one in reported] == [PROGRESS_EVERY, 2 * PROGRESS_EVERY, 3 * PROGRESS_EVERY]
+    assert [one.arrived for one in reported] == [REQUESTS_PER_PROGRESS, 2 * REQUESTS_PER_PROGRESS, 3 * REQUESTS_PER_PROGRESS]
     assert all(before.now <= after.now and before.finished <= after.finished for before, after in pairwise(reported))
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents.sim.pool import NULL, BlockTable, Pool
+from kvevents.sim.pool import NULL_BLOCK, BlockTable, Pool
 from sim_model import PlainPool, list_free_blocks
 
 NAMES = range(1, 6)
@@ -37,22 +37,22 @@ class PoolMachine(RuleBasedStateMachine):
         empty = [block for block in self.used_blocks() if block not in self.plain.contents]
         blocks = data.draw(st.permutations(empty))[: data.draw(st.integers(1, len(empty)))]
         names = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)))
-        self.real.set_contents(self.tables[group], [NULL, *blocks], [99, *names])
+        self.real.set_contents(self.tables[group], [NULL_BLOCK, *blocks], [99, *names])
         self.plain.contents.update({block: (group, name) for block, name in zip(blocks, names, strict=True)})
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         known = sorted({*self.used_blocks(), *self.plain.contents})
         blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
-        assert self.real.count_unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
-        self.real.touch([NULL, *blocks])
+        assert self.real.count_unused([NULL_BLOCK, *blocks]) == sum(block in self.plain.queue for block in blocks)
+        self.real.touch([NULL_BLOCK, *blocks])
         self.plain.touch(blocks)
 
     @precondition(lambda self: self.used_blocks())
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         blocks = data.draw(st.lists(st.sampled_from(self.used_blocks()), unique=True, min_size=1))
-        self.real.give_back([NULL, *blocks])
+        self.real.give_back([NULL_BLOCK, *blocks])
         self.plain.give_back(blocks)
 
     @rule()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.sim.requests import VOCABULARY, Drawn, Request, Text, draw, shared_prefix
+from kvevents.sim.requests import VOCABULARY_SIZE, Drawn, Request, Text, draw, shared_prefix
 
 NUMBERS = st.integers(0, 2**64 - 1)
 DRAW_SIZE = 1 << 20
@@ -20,7 +20,7 @@ def test_a_shorter_piece_is_the_beginning_of_a_longer_one(number: int, one: int,
     shorter, longer = sorted((one, other))
     assert draw(number, longer)[:shorter] == draw(number, shorter)
     assert len(draw(number, longer)) == longer
-    assert all(token < VOCABULARY for token in draw(number, longer))
+    assert all(token < VOCABULARY_SIZE for token in draw(number, longer))
 
 
 def test_a_piece_may_be_longer_than_what_is_drawn_at_once() -> None:

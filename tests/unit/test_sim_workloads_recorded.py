@@ -15,7 +15,7 @@ import paths
 from kvevents.errors import RecordingError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import RecordedFrame, RecordingWriter
-from kvevents.sim.workload_recordings import ANSWER_GAP, CHUNK_GAP, MAX_OPEN
+from kvevents.sim.workload_recordings import MAX_ANSWER_GAP_SECONDS, MAX_CHUNK_GAP_SECONDS, MAX_OPEN_REQUESTS
 from kvevents.sim.workloads import RecordedRequests, from_recording
 from kvevents.wire import Dialect, dialect_for, encode_batch, live_frames
 
@@ -58,11 +58,11 @@ class RecordingBuilder:
     def restart(self) -> None:
         self._next.clear()
 
-    def requests(self, max_open: int = MAX_OPEN) -> RecordedRequests:
+    def requests(self, max_open: int = MAX_OPEN_REQUESTS) -> RecordedRequests:
         self._writer.close()
         return RecordedRequests(self.path, max_open=max_open)
 
-    def read(self, max_open: int = MAX_OPEN) -> list[tuple[float, list[int], list[int]]]:
+    def read(self, max_open: int = MAX_OPEN_REQUESTS) -> list[tuple[float, list[int], list[int]]]:
         """Return the time, the blocks of the prompt and the blocks of the answer, which is empty for an answer without a
         store."""
         return [
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_computed_in_chunks_is_one_request(builder: RecordingBu
     builder.batch(0.5, make_store(3, 4, parent=2))
     builder.batch(1.0, make_store(5, parent=4))
     builder.batch(2.0, make_store(11, 12))
-    builder.batch(2.1 + CHUNK_GAP, make_store(13, 14, parent=12))
+    builder.batch(2.1 + MAX_CHUNK_GAP_SECONDS, make_store(13, 14, parent=12))
     assert [request[1:] for request in builder.read()] == [([1, 2, 3, 4], [5]), ([11, 12], []), ([11, 12, 13, 14], [])]
 
 
@@ -117,8 +117,8 @@ def test_stores_of_one_batch_that_extend_each_other_are_one_prompt(builder: Reco
 
 def test_a_block_long_after_the_last_one_is_a_new_prompt(builder: RecordingBuilder) -> None:
     builder.batch(0.0, make_store(1, 2))
-    builder.batch(ANSWER_GAP, make_store(3, parent=2))
-    builder.batch(2 * ANSWER_GAP + 1, make_store(4, parent=3))
+    builder.batch(MAX_ANSWER_GAP_SECONDS, make_store(3, parent=2))
+    builder.batch(2 * MAX_ANSWER_GAP_SECONDS + 1, make_store(4, parent=3))
     assert [request[1:] for request in builder.read()] == [([1, 2], [3]), ([1, 2, 3, 4], [])]
 
 
@@ -132,8 +132,8 @@ def test_equal_prompts_in_one_step_are_separate_requests(builder: RecordingBuild
 
 def test_a_longer_prompt_does_not_end_the_answer_of_a_shorter_one(builder: RecordingBuilder) -> None:
     builder.batch(0.0, make_store(1, 2))
-    builder.batch(CHUNK_GAP + 1, make_store(3, 4, parent=2))
-    builder.batch(CHUNK_GAP + 2, make_store(5, parent=2), make_store(6, parent=4))
+    builder.batch(MAX_CHUNK_GAP_SECONDS + 1, make_store(3, 4, parent=2))
+    builder.batch(MAX_CHUNK_GAP_SECONDS + 2, make_store(5, parent=2), make_store(6, parent=4))
     assert [request[1:] for request in builder.read()] == [([1, 2], [5]), ([1, 2, 3, 4], [6])]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvevents.sim.workload_traces import MAX_FOLLOWERS, Sessions
+from kvevents.sim.workload_traces import MAX_CONTINUATIONS, Sessions
 
 
 def test_a_prompt_that_extends_another_one_is_of_the_same_session() -> None:
@@ -36,9 +36,9 @@ def test_a_prefix_that_many_prompts_extend_does_not_make_a_session() -> None:
     """Up to the limit these prompts count as one session; after that, each is a separate one."""
     sessions = Sessions()
     first = sessions.of([1, 2], 2)
-    found = [sessions.of([1, 2, 100 + user], 2) for user in range(MAX_FOLLOWERS + 3)]
-    assert found[:MAX_FOLLOWERS] == [first] * MAX_FOLLOWERS
-    assert len({first, *found[MAX_FOLLOWERS:]}) == 4
+    found = [sessions.of([1, 2, 100 + user], 2) for user in range(MAX_CONTINUATIONS + 3)]
+    assert found[:MAX_CONTINUATIONS] == [first] * MAX_CONTINUATIONS
+    assert len({first, *found[MAX_CONTINUATIONS:]}) == 4
 
 
 def test_the_oldest_sessions_are_evicted_first() -> None:

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 512 << 10
 """Maximum size of a page in bytes; lower if the servers accept less. A page of this size holds thousands of batches."""
-MARGIN_BYTES: Final = 4 << 10
+PAGE_MARGIN_BYTES: Final = 4 << 10
 """Number of bytes in a message that are reserved for headers, a heartbeat and the bridge's name."""
 MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
 """Size of a page in bytes that has room for any record except a batch."""
@@ -74,10 +74,10 @@ MAX_UNCLAIMED_CHECK_SECONDS: Final = 10.0
 """Maximum number of seconds between two checks for unclaimed engines."""
 MISSING_CHECK_SECONDS: Final = 1.0
 """Seconds between two checks of whether a replica reports missing pages."""
-MISSING_SECONDS: Final = 2.0
+MISSING_PAGES_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
 SNAPSHOT_WAIT_SECONDS: Final = 30.0
-"""Replaces `MISSING_SECONDS` if another replica has the missing pages. That replica then has time to write a snapshot."""
+"""Replaces `MISSING_PAGES_SECONDS` if another replica has the missing pages. That replica then has time to write a snapshot."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
 ENGINE_CHECK_SECONDS: Final = 0.5
@@ -166,11 +166,11 @@ class Bridge:
             async with open_client(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
                 self._layout = layout = await self._create_plane(client)
-                page_bytes = min(PAGE_BYTES, client.max_payload - MARGIN_BYTES)
+                page_bytes = min(PAGE_BYTES, client.max_payload - PAGE_MARGIN_BYTES)
                 if page_bytes < MIN_PAGE_BYTES:
                     raise ConfigError(
                         f"the servers' max_payload is {client.max_payload}; a plane needs at least "
-                        f"{MIN_PAGE_BYTES + MARGIN_BYTES}: raise it"
+                        f"{MIN_PAGE_BYTES + PAGE_MARGIN_BYTES}: raise it"
                     )
                 self.partitions = [
                     PartitionWriter(client, layout, partition, plane, self.id, page_bytes, self._on_ready, self._on_diverged)
@@ -421,7 +421,7 @@ class Bridge:
             since = {partition: since.get(partition, now) for partition in missing if partition < len(self.partitions)}
             for partition, began in since.items():
                 is_held = any(partition in replica.partitions for replica in digests.values())
-                if now - began >= (SNAPSHOT_WAIT_SECONDS if is_held else MISSING_SECONDS):
+                if now - began >= (SNAPSHOT_WAIT_SECONDS if is_held else MISSING_PAGES_SECONDS):
                     self.partitions[partition].start_over(missing[partition])
 
     def _write_heartbeats(self, now: float) -> None:

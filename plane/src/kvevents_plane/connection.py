@@ -42,7 +42,7 @@ _NO_JETSTREAM_CODES: Final = frozenset({None, 10035, 10039, 10076})
 """Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
 _NATS_EXCEPTIONS: Final = (errors.Error, OSError, ValueError)
 """Exceptions that show that a server is unreachable or speaks another protocol. nats-py raises them or does not catch them."""
-_STATES: Final = {
+_STATE_LOGS: Final = {
     "connected": (logging.INFO, "%s: connected to %s"),
     "reconnecting": (logging.WARNING, "%s: lost the connection to %s; reconnecting"),
     "closed": (logging.INFO, "%s: closed the connection to %s"),
@@ -297,7 +297,7 @@ class ConnectionLog:
         self._since = time.monotonic()
         self._logged.clear()
         url = self._client.connected_url
-        log.log(*_STATES[state], self._name, f"{url.hostname}:{url.port}" if url is not None else "its servers")
+        log.log(*_STATE_LOGS[state], self._name, f"{url.hostname}:{url.port}" if url is not None else "its servers")
         if self._on_state is not None:
             self._on_state(state)
 

@@ -24,7 +24,7 @@ from kvevents.subscriber import SocketOptions, Subscriber, Transport, ZmqTranspo
 from kvevents.wire import decode_batch
 from kvevents_plane.partition_state import ResumePoint
 from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord, stream_text
-from kvevents_plane.settings import RECEIVE_QUEUE
+from kvevents_plane.settings import MAX_RECEIVED_BATCHES
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MAX_SOURCE_BYTES: Final = 1 << 10
 """Maximum size of an engine's name."""
 RECEIVE_SECONDS: Final = 0.02
 """Maximum number of seconds for which one turn waits for deliveries. Commands wait until the turn ends."""
-TRUST_SECONDS: Final = 0.1
+TRUST_CHECK_SECONDS: Final = 0.1
 """Seconds between two checks for changed trust while no deliveries arrive."""
 PAUSE_SECONDS: Final = 0.02
 """Seconds between two calls of `has_room` while it returns False."""
@@ -96,7 +96,7 @@ class EngineReader(threading.Thread):
         on_records: Callable[[list[EngineRecord]], None],
         has_room: Callable[[], bool],
         *,
-        receive_queue: int = RECEIVE_QUEUE,
+        receive_queue: int = MAX_RECEIVED_BATCHES,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -161,19 +161,19 @@ class EngineReader(threading.Thread):
         now = time.monotonic()
         # Lower trust is passed on with the deliveries that cause it, so that readers do not report these deliveries as EXACT.
         if deliveries or now >= self._check_trust_at:
-            self._check_trust_at = now + TRUST_SECONDS
+            self._check_trust_at = now + TRUST_CHECK_SECONDS
             self._add_trust_changes()
         if self._records:
             records, self._records = self._records, []
             self._on_records(records)
 
-    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[_Outcome]:
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[_DeliveryOutcome]:
         """Convert deliveries into records. The subscriber calls this method, and reports the outcomes to the streams."""
         outcomes = []
         for delivery in deliveries:
             followed = self._followed[delivery.source, delivery.rank]
-            self._records.append(EngineRecord(_record(delivery, followed), followed.follow_id))
-            outcomes.append(_Outcome(self, delivery))
+            self._records.append(EngineRecord(_make_record(delivery, followed), followed.follow_id))
+            outcomes.append(_DeliveryOutcome(self, delivery))
         return outcomes
 
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
@@ -230,7 +230,7 @@ class EngineReader(threading.Thread):
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _DeliveryOutcome:
     """Computes the report of a batch when the subscriber reads `report`: the reports of earlier batches change its content."""
 
     reader: EngineReader
@@ -271,7 +271,7 @@ class _FollowedStream:
         return self.log_incarnation
 
 
-def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _FollowedStream) -> StreamRecord:
+def _make_record(delivery: Batch | RawBatch | Reset | Gap, followed: _FollowedStream) -> StreamRecord:
     key, incarnation = (delivery.source, delivery.rank), followed.to_log_incarnation(delivery.incarnation)
     if isinstance(delivery, RawBatch):
         return BatchRecord(*key, incarnation, delivery.seq, delivery.replayed, delivery.payload)

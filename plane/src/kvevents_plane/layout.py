@@ -25,14 +25,14 @@ from nats.js.errors import NotFoundError
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.settings import build_decoder_now
 from kvevents_plane.nats_errors import map_errors
-from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
+from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY_MARK, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents_plane.settings import PlaneSettings
 
 LAYOUT_VERSION: Final = 3
 """Version of the layout of a plane's objects. A release that supports another version cannot use the plane."""
 METADATA_PREFIX: Final = "kvevents-"
 """Prefix of the keys in a stream's metadata. A key consists of this prefix and the name of a field of `PartitionMetadata`."""
-DIGEST_SECONDS: Final = 15
+DIGEST_EXPIRY_SECONDS: Final = 15
 """Seconds after which a replica's digests expire, unless the replica publishes new digests."""
 FETCH_SECONDS: Final = 5.0
 """Timeout in seconds for one request for a message."""
@@ -170,7 +170,7 @@ async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
 async def create_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSettings) -> None:
     """Create the buckets and the object store of a plane if they are missing. Raises `PlaneError`."""
     with map_errors(f"creating the buckets of plane {settings.name!r}"):
-        for bucket, ttl in ((layout.bucket, None), (layout.digests, DIGEST_SECONDS)):
+        for bucket, ttl in ((layout.bucket, None), (layout.digests, DIGEST_EXPIRY_SECONDS)):
             try:
                 await js.key_value(bucket)
             except NotFoundError:
@@ -201,7 +201,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
         except PlaneError as error:
             if error.fault == "exists":  # another process has just created the stream, with another epoch
                 return
-            if (advice := _advice(error, layout, settings)) is None:
+            if (advice := _advise_on_error(error, layout, settings)) is None:
                 raise
             raise PlaneError(f"{error}. {advice}", fault=error.fault) from error
     elif (fault := _stream_fault(info, layout, partition)) is not None:
@@ -211,7 +211,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
         )
 
 
-def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
+def _advise_on_error(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
     """Return advice to an operator whose server refused to create a partition; None for an unknown error."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
@@ -292,6 +292,6 @@ async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: P
             return False
     if tail.history is not None and info.first <= tail.position + 1 <= info.last:
         message = await fetch_message(js, layout, partition, tail.position + 1)
-        if message is not None and message.history not in {None, NEW_HISTORY}:
+        if message is not None and message.history not in {None, NEW_HISTORY_MARK}:
             return message.history == tail.history.hex()
     return True

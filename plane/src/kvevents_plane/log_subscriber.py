@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 PAGES_PER_TURN: Final = 16
 """Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
-DELAY_SECONDS: Final = 20.0
+DELAY_DECAY_SECONDS: Final = 20.0
 """Seconds in which a measured delay decays by two thirds. So a constant delay is forgotten: it shows that the bridge's clock
 stopped for a time, not that heartbeats are late."""
 _STATES_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT_STATES: Final = frozenset({"EXACT", "DEGRADED"})
 """Reported trust states of a stream that a bridge follows up to the newest batch."""
-_REASONS: Final[Mapping[DegradedReason, str]] = {
+_REASON_TEXTS: Final[Mapping[DegradedReason, str]] = {
     DegradedReason.LOST: "the log lacks batches",
     DegradedReason.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
     DegradedReason.DIVERGED: "the engine's digest differs from the log",
@@ -104,7 +104,7 @@ class _Heartbeat(NamedTuple):
         passed = received_at - self.received_at
         delay = 0.0
         if uptime and self.uptime:
-            delay = max(0.0, self.delay * exp(-passed / DELAY_SECONDS) + passed - (uptime - self.uptime))
+            delay = max(0.0, self.delay * exp(-passed / DELAY_DECAY_SECONDS) + passed - (uptime - self.uptime))
         return _Heartbeat(position, received_at, uptime, delay, is_live)
 
 
@@ -428,7 +428,7 @@ class LogSubscriber:
         if observed.snapshot_end >= 0:
             return Trust.REPLAYING.with_reason("a snapshot of the engine is being read")
         if observed.ledger:
-            return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[reason] for reason in observed.ledger)))
+            return Trust.DEGRADED.with_reason("; ".join(sorted(_REASON_TEXTS[reason] for reason in observed.ledger)))
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def trust_changes(self) -> list[tuple[StreamKey, Trust]]:

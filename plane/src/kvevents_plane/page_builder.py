@@ -41,9 +41,9 @@ from kvevents_plane.records import (
     TrustRecord,
 )
 
-RECORD_BYTES: Final = 96
+RECORD_HEAD_BYTES: Final = 96
 """Maximum size in bytes of an encoded record without its payload and texts."""
-REASON_BYTES: Final = 32
+MAX_REASON_BYTES: Final = 32
 """Maximum size in bytes of an encoded degraded reason: its name and its number."""
 MAX_RECORDS: Final = 2_000
 """Maximum number of records in one page."""
@@ -297,7 +297,7 @@ class PageBuilder:
         partial, offset, total = selection.end.partial_batch, 0, len(record.payload)
         if partial is not None and (partial.seq, partial.total) == (record.seq, total):
             offset = partial.size if record.payload.startswith(b"".join(partial.fragments)) else 0
-        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _encoded_length(record.source))]
+        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_HEAD_BYTES - _encoded_length(record.source))]
         fragment = FragmentRecord(*record.key, record.incarnation, record.seq, record.replayed, offset, total, part)
         selection.add(fragment, selection.room)
         if offset + len(part) == total:
@@ -375,12 +375,12 @@ class PageBuilder:
 
 def record_size(record: StreamRecord) -> int:
     """Return the maximum size in bytes of an encoded record."""
-    size = RECORD_BYTES + _encoded_length(record.source)
+    size = RECORD_HEAD_BYTES + _encoded_length(record.source)
     if isinstance(record, BatchRecord | FragmentRecord):
         return size + len(record.payload)
     size += len(getattr(record, "registration", b"")) + _encoded_length(getattr(record, "reason", ""))
     if isinstance(record, TrustRecord):
-        size += _encoded_length(record.bridge) + REASON_BYTES * len(record.degraded_reasons)
+        size += _encoded_length(record.bridge) + MAX_REASON_BYTES * len(record.degraded_reasons)
     return size
 
 

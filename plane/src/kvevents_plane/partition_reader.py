@@ -36,7 +36,7 @@ from kvevents_plane.nats_errors import map_errors, report_fault
 from kvevents_plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,
-    NEW_HISTORY,
+    NEW_HISTORY_MARK,
     PAGE_HEADER,
     ReceivedMessage,
     Tail,
@@ -268,7 +268,7 @@ class PartitionReader:
     def _advance(self, message: ReceivedMessage) -> bool:
         """Make the message the tail and return True. Return False if the message is disputed."""
         history = EMPTY_HISTORY if message.begins_history else self.tail.history
-        expected = None if message.history == NEW_HISTORY else message.history
+        expected = None if message.history == NEW_HISTORY_MARK else message.history
         if expected and history is not None and expected != history.hex() and message.position != self._void:
             self._dispute = message
             self._interrupted.set()

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED_STREAMS: Final = 100_000
 """Maximum number of remembered streams that have left the log. Records that arrive for these streams later are ignored."""
-MAX_REPORTS: Final = 64
+MAX_TRUST_REPORTS: Final = 64
 """Maximum number of trust reports about one stream. The report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000
 """Maximum number of bridge processes whose newest heartbeat is remembered. The oldest heartbeats are dropped first."""
@@ -198,7 +198,7 @@ class PartitionState:
             elif isinstance(record, ResetRecord):
                 events += self._apply_reset(record)
             elif not self.unknown_prefix:
-                apply: Callable[[PartitionState, Any], Iterable[PartitionEvent]] = _RULES[type(record)]
+                apply: Callable[[PartitionState, Any], Iterable[PartitionEvent]] = _APPLY_BY_TYPE[type(record)]
                 events += apply(self, record)
         return events
 
@@ -246,7 +246,7 @@ class PartitionState:
         else:
             known.registration = record.registration
         known.engines[self._writer] = engine_digest(record.registration)
-        if len(known.engines) > MAX_REPORTS:
+        if len(known.engines) > MAX_TRUST_REPORTS:
             del known.engines[min(known.engines, key=self._heartbeat_position)]
         yield StreamJoined(record.key, record.registration)
 
@@ -328,7 +328,7 @@ class PartitionState:
             stream.trust_reports.pop(record.bridge, None)
             if record.trust:
                 stream.trust_reports[record.bridge] = record
-            if len(stream.trust_reports) > MAX_REPORTS:
+            if len(stream.trust_reports) > MAX_TRUST_REPORTS:
                 del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
         return ()
 
@@ -428,7 +428,7 @@ def _invalid_reason(stream: StreamState, record: BatchRecord | FragmentRecord | 
     return None
 
 
-_RULES: Final[dict[type[Record], Callable[[PartitionState, Any], Iterable[PartitionEvent]]]] = {
+_APPLY_BY_TYPE: Final[dict[type[Record], Callable[[PartitionState, Any], Iterable[PartitionEvent]]]] = {
     JoinRecord: PartitionState._apply_join,  # noqa: SLF001 - the table of this class
     LeaveRecord: PartitionState._apply_leave,  # noqa: SLF001 - the table of this class
     BatchRecord: PartitionState._apply_batch,  # noqa: SLF001 - the table of this class

@@ -51,7 +51,7 @@ REQUEST_SECONDS: Final = 5.0
 """Timeout for all other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0
 """Maximum number of seconds for which a writer whose page was rejected waits until the reader receives the other page."""
-IDLE_SECONDS: Final = 0.5
+MAX_IDLE_SECONDS: Final = 0.5
 """Maximum number of seconds between two checks for due records."""
 
 
@@ -317,7 +317,7 @@ class PartitionWriter:
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()
-        wait = IDLE_SECONDS
+        wait = MAX_IDLE_SECONDS
         if self._sent is None and (due := self.builder.next_due()) is not None:
             wait = min(wait, max(0.0, due - asyncio.get_running_loop().time()))
         with suppress(TimeoutError):

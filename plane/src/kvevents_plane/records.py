@@ -28,11 +28,11 @@ MAX_HEARTBEAT_SECONDS: Final = 60.0
 PAGE_HEADER: Final = "Kvevents-Page"
 """NATS header with the page's name."""
 HISTORY_HEADER: Final = "Kvevents-History"
-"""NATS header with `Page.history` in hexadecimal digits, or `NEW_HISTORY`."""
-NEW_HISTORY: Final = "new"
+"""NATS header with `Page.history` in hexadecimal digits, or `NEW_HISTORY_MARK`."""
+NEW_HISTORY_MARK: Final = "new"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
-_Last = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
+_LastSeq = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
 
 StreamKey: TypeAlias = tuple[str, int]
 """The source and rank of a stream."""
@@ -56,13 +56,13 @@ class _Endpoints(msgspec.Struct, frozen=True):
     replay_endpoint: str | None = None
 
 
-_ENDPOINTS: Final = msgspec.json.Decoder(_Endpoints)
+_ENDPOINTS_DECODER: Final = msgspec.json.Decoder(_Endpoints)
 
 
 def engine_digest(registration: bytes) -> bytes:
     """Return a digest of the fields that identify a registration's engine: the endpoints or, without these, all fields."""
     try:
-        identity = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
+        identity = repr(msgspec.structs.astuple(_ENDPOINTS_DECODER.decode(registration))).encode("utf-8", "surrogatepass")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         identity = registration
     return blake2b(identity, digest_size=8).digest()
@@ -136,7 +136,7 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     trust: str
     """Name of the trust state. Empty if the bridge no longer follows the stream; readers then drop its earlier reports."""
     reason: str
-    degraded_reasons: dict[str, _Last]
+    degraded_reasons: dict[str, _LastSeq]
     """Maps the name of each `DegradedReason` to the number of the last batch that it affects. For a reason that checkpoints
     omit, this is the newest number."""
 
@@ -221,7 +221,7 @@ class ReceivedMessage(NamedTuple):
     @property
     def begins_history(self) -> bool:
         """Whether a new history begins with the message. Readers obey the header, even if the message is not a valid page."""
-        return self.history == NEW_HISTORY
+        return self.history == NEW_HISTORY_MARK
 
     def page(self) -> Page | None:
         """Return the decoded page, or None if the message is not a page, or its headers contradict the page."""
@@ -238,7 +238,7 @@ def extend_history(history: bytes, name: str) -> bytes:
 
 def history_header(history: bytes | None) -> str:
     """Return the value of `HISTORY_HEADER` for `Page.history`."""
-    return NEW_HISTORY if history is None else history.hex()
+    return NEW_HISTORY_MARK if history is None else history.hex()
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)

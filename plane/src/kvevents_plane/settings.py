@@ -15,7 +15,7 @@ from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seco
 from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
-RECEIVE_QUEUE: Final = 256
+MAX_RECEIVED_BATCHES: Final = 256
 """Default of `BridgeSettings.receive_queue`. A bridge reads about this many batches from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size in bytes of a file with credentials (usually a few thousand bytes) or with a seed (58 bytes)."""
@@ -23,11 +23,11 @@ MAX_INBOX_CHARACTERS: Final = 64
 """Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
 
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
-_SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_SEED: Final = re.compile(r"SU[A-Z2-7]{56}")
-_JWT_BLOCK: Final = re.compile(r"-+BEGIN NATS USER JWT-+\s+(\S+)\s+-+END NATS USER JWT-+")
-_SEED_BLOCK: Final = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END USER NKEY SEED-+")
+_NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_SUBJECT_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_SEED_PATTERN: Final = re.compile(r"SU[A-Z2-7]{56}")
+_JWT_PATTERN: Final = re.compile(r"-+BEGIN NATS USER JWT-+\s+(\S+)\s+-+END NATS USER JWT-+")
+_SEED_BLOCK_PATTERN: Final = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END USER NKEY SEED-+")
 
 
 class Credentials(NamedTuple):
@@ -158,11 +158,11 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError("servers is empty; a plane needs at least one server, such as nats://127.0.0.1:4222")
         for url in self.servers:
             _check_url(url)
-        if not _NAME.fullmatch(self.name):
+        if not _NAME_PATTERN.fullmatch(self.name):
             raise ConfigError(f"invalid plane name {self.name!r}: expected 1 to 32 letters, digits, '-' and '_'")
         if self.copies not in {1, 3, 5}:
             raise ConfigError(f"copies is {self.copies}; it must be 1, 3 or 5")
-        if len(self.inbox_prefix) > MAX_INBOX_CHARACTERS or not _SUBJECT.fullmatch(self.inbox_prefix):
+        if len(self.inbox_prefix) > MAX_INBOX_CHARACTERS or not _SUBJECT_PATTERN.fullmatch(self.inbox_prefix):
             raise ConfigError(
                 f"invalid inbox_prefix {self.inbox_prefix!r}: expected the beginning of a subject, at most "
                 f"{MAX_INBOX_CHARACTERS} letters, digits, '-', '_', and '.' between them"
@@ -194,7 +194,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def addresses(self) -> tuple[str, ...]:
         """The URLs of the servers, each with a port and without a login."""
-        return tuple(_address(urlsplit(url)) for url in self.servers)
+        return tuple(_address_of(urlsplit(url)) for url in self.servers)
 
     @property
     def server_list(self) -> str:
@@ -217,17 +217,17 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     def read_credentials(self) -> Credentials:
         """Read the credentials file. Raises `ConfigError`."""
         path = self.credentials or ""
-        text = _read("credentials", path)
-        jwt, seed = _JWT_BLOCK.search(text), _SEED_BLOCK.search(text)
-        if jwt is None or seed is None or not _SEED.fullmatch(seed[1]):
+        text = _read_text("credentials", path)
+        jwt, seed = _JWT_PATTERN.search(text), _SEED_BLOCK_PATTERN.search(text)
+        if jwt is None or seed is None or not _SEED_PATTERN.fullmatch(seed[1]):
             raise ConfigError(f"credentials: {path} contains no user JWT and seed; create the file with `nsc generate creds`")
         return Credentials(jwt[1], seed[1])
 
     def read_seed(self) -> str:
         """Read the user's NKey seed. Raises `ConfigError`."""
         path = self.nkey or ""
-        seed = _read("nkey", path).strip()
-        if not _SEED.fullmatch(seed):
+        seed = _read_text("nkey", path).strip()
+        if not _SEED_PATTERN.fullmatch(seed):
             raise ConfigError(
                 f"nkey: {path} contains no user seed: expected 58 characters that begin with SU, as `nk -gen user` prints them"
             )
@@ -258,7 +258,7 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     heartbeats and half a second old."""
     max_lag_seconds: Seconds = 1.0
     """If events wait in the bridge for more than this many seconds, replicas stop trusting its streams."""
-    receive_queue: Positive = RECEIVE_QUEUE
+    receive_queue: Positive = MAX_RECEIVED_BATCHES
     """Number of batches of each engine that wait in its connection while the bridge reads nothing. Further batches
     wait at the engine, or are dropped."""
     max_queued_bytes: Bytes = 64 << 20
@@ -293,7 +293,7 @@ def _check_url(url: str) -> None:
         )
 
 
-def _address(url: SplitResult) -> str:
+def _address_of(url: SplitResult) -> str:
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
     return f"{url.scheme}://{host}:{url.port or 4222}"
 
@@ -318,7 +318,7 @@ def _read_start(name: str, path: str, length: int = 1) -> bytes:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
 
 
-def _read(name: str, path: str) -> str:
+def _read_text(name: str, path: str) -> str:
     content = _read_start(name, path, MAX_SECRET_BYTES + 1)
     if len(content) > MAX_SECRET_BYTES:
         raise ConfigError(f"{name}: the file {path} is longer than {MAX_SECRET_BYTES} bytes; set {name} to the right file")

@@ -51,7 +51,7 @@ BODY_SECONDS: Final = 30.0
 """Timeout in seconds for reading a snapshot except its index. That part has at most a few MiB."""
 CLEANUP_SECONDS: Final = 60.0
 """Timeout in seconds for deleting pages and objects that are no longer needed after a snapshot was written."""
-_SUFFIXES: Final = ("index", "streams")
+_OBJECT_SUFFIXES: Final = ("index", "streams")
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     @property
     def objects(self) -> set[str]:
         """Names of the snapshot's objects."""
-        return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
+        return {f"{self.name}.{suffix}" for suffix in _OBJECT_SUFFIXES}
 
 
 @build_decoder_now
@@ -256,7 +256,7 @@ class Snapshots:
                 state, degraded_reasons = body.decode(snapshot)
                 with path.open("wb") as file:
                     await self._get(f"{snapshot.name}.index", file)
-            await asyncio.to_thread(_merge, index, path, body, snapshot.name)
+            await asyncio.to_thread(_merge_index, index, path, body, snapshot.name)
         return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
@@ -339,7 +339,7 @@ class Snapshots:
         with map_errors(f"writing snapshot {snapshot.name}"):
             store = await self._js.object_store(self._layout.snapshots)
             chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the context does not expose its client
-            for suffix in _SUFFIXES:
+            for suffix in _OBJECT_SUFFIXES:
                 meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
                     await store.put(f"{snapshot.name}.streams", msgspec.msgpack.encode(body), meta)
@@ -427,7 +427,7 @@ def _damage_error(name: str, reason: str) -> SnapshotError:
     return SnapshotError(f"snapshot object {name} is damaged: {reason}; another snapshot is used instead")
 
 
-def _merge(index: PrefixIndex, path: Path, body: SnapshotBody, name: str) -> None:
+def _merge_index(index: PrefixIndex, path: Path, body: SnapshotBody, name: str) -> None:
     keys = index.merge(path)
     if body.digests != stream_digests(index, keys):
         for key in keys:

@@ -21,7 +21,7 @@ BRIDGE_SCAN_PAGES: Final = 32
 """Number of pages at the end of a partition in which the status looks for bridges."""
 DEFAULT_ALIVE_SECONDS: Final = 1.5
 """Seconds within which a bridge must write if the scanned pages contain no heartbeat from it: three default intervals."""
-TRUST_SECONDS: Final = 0.5
+TRUST_DELAY_SECONDS: Final = 0.5
 """Seconds that a replica needs to lower the trust after a bridge counts as dead."""
 OLD_SNAPSHOT_SECONDS: Final = 900.0
 """Age in seconds above which the oldest page that no snapshot contains is a fault."""
@@ -29,7 +29,7 @@ OLD_PAGE_SECONDS: Final = 15.0
 """Age in seconds above which the oldest page that a replica lacks is a fault."""
 POLL_SECONDS: Final = 0.25
 """Seconds between two searches for newer pages."""
-MAX_REQUESTS: Final = 16
+MAX_INSPECTIONS: Final = 16
 """Maximum number of partitions that are inspected at the same time."""
 
 
@@ -118,7 +118,7 @@ class PlaneView(msgspec.Struct, frozen=True):
     @property
     def exact_seconds(self) -> float:
         """Maximum age in seconds of a state that replicas report as EXACT."""
-        return max((partition.alive_seconds for partition in self.partitions), default=0.0) + TRUST_SECONDS
+        return max((partition.alive_seconds for partition in self.partitions), default=0.0) + TRUST_DELAY_SECONDS
 
     @property
     def faults(self) -> list[str]:
@@ -150,7 +150,7 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     """
     snapshots = Snapshots(js, layout)
     valid = [snapshot for partition in range(layout.partitions) for snapshot in await snapshots.list_valid(partition)]
-    limit = asyncio.Semaphore(MAX_REQUESTS)
+    limit = asyncio.Semaphore(MAX_INSPECTIONS)
 
     async def inspect(partition: int) -> PartitionView:
         async with limit:
@@ -168,7 +168,7 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     return PlaneView(layout.name, partitions, valid, replicas)
 
 
-class _Scan:
+class _BridgeScan:
     """What the pages at the end of a partition show about the bridges that wrote them."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _Scan:
 
 async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: int, snapshot_end: int) -> PartitionView:
     """Return the status of a partition whose newest snapshot contains the pages up to `snapshot_end`."""
-    scan = _Scan()
+    scan = _BridgeScan()
     try:
         info = await partition_info(js, layout, partition)
         for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
@@ -221,7 +221,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
     )
 
 
-async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _Scan) -> list[str]:
+async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _BridgeScan) -> list[str]:
     """Wait until the bridges in `scan` have written after `position`. Return the bridges that have not written in time."""
     waiting = {bridge_name(bridge) for bridge, _ in scan.written}
     began = time.monotonic()

@@ -24,9 +24,9 @@ from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats
-from kvevents.zeromq.bulk_transfer import FRAMES, libzmq_io
+from kvevents.zeromq.bulk_transfer import FRAMES_PER_MESSAGE, libzmq_io
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import FLUSH_GRACE, Reconnector, close_socket, connect_or_bind, open_socket
+from kvevents.zeromq.sockets import MIN_FLUSH_SECONDS, Reconnector, close_socket, connect_or_bind, open_socket
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class EventSocket:
         """Send batches in order to each consumer that subscribed to a prefix of the topic."""
         if self._native is None:
             self._send_frames(topic, batches)
-        elif (frames_sent := self._native.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
-            self._send_frames(topic, batches[frames_sent // FRAMES :], frames_sent % FRAMES)
+        elif (frames_sent := self._native.send(self._socket.underlying, topic, batches)) < FRAMES_PER_MESSAGE * len(batches):
+            self._send_frames(topic, batches[frames_sent // FRAMES_PER_MESSAGE :], frames_sent % FRAMES_PER_MESSAGE)
 
     def _send_frames(self, topic: bytes, batches: Sequence[SequencedPayload], frames_sent: int = 0) -> None:
         """Send batches frame by frame; the first `frames_sent` frames of the first batch have been sent already."""
@@ -274,7 +274,7 @@ class EventServer:
             self.close_events(deadline)
         replay, thread = self._replay, self._replay_thread
         if thread is not None and thread.ident is not None:  # the thread was started
-            thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
+            thread.join(max(0.0, deadline - monotonic()) + MIN_FLUSH_SECONDS)
         if self.security is not None:
             self.security.close()
         if is_sending or (thread is not None and thread.is_alive()):
@@ -304,7 +304,7 @@ class EventServer:
         if termination.ident is None:  # the thread could not be started
             self._context.term()
         else:
-            termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)
+            termination.join(max(0.0, deadline - monotonic()) + MIN_FLUSH_SECONDS + self._settings.term_timeout)
         if termination.is_alive():
             logger.warning("%s: ZeroMQ did not end the publisher's context; its thread and memory remain", self.bound)
         return not termination.is_alive()

@@ -37,7 +37,7 @@ from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import ReplayServerSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats, is_context_terminated
 from kvevents.wire.framing import Malformed, parse_replay_request, replay_batch_frames, replay_end_frames
-from kvevents.zeromq.sockets import FLUSH_GRACE, Socket, close_socket
+from kvevents.zeromq.sockets import MIN_FLUSH_SECONDS, Socket, close_socket
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class ReplayServer:
         """Free all resources, after the end of `run` or if `run` was never called. Wait until ZeroMQ has flushed the socket."""
         if not self._socket.closed:  # `run` was never called, so it has not closed the socket
             self.flush_until = close_socket(self._socket, self._deadline)
-        self._in_flight.wait(self.flush_until + FLUSH_GRACE)
+        self._in_flight.wait(self.flush_until + MIN_FLUSH_SECONDS)
         if not self._is_closed:
             self._is_closed = True
             os.close(self._wake_read)

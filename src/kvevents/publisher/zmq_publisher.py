@@ -40,7 +40,7 @@ from kvevents.wire.dialects import DEFAULT_DIALECT, Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import FLUSH_GRACE
+from kvevents.zeromq.sockets import MIN_FLUSH_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -478,12 +478,12 @@ class ZmqEventPublisher(QueuedPublisher):
         self._end_queue(None)
         self._server.stop_replies(self._deadline)
         if self._thread.ident is not None:  # the thread was started
-            self._thread.join(seconds + FLUSH_GRACE)
+            self._thread.join(seconds + MIN_FLUSH_SECONDS)
         remaining = max(0.0, self._deadline - monotonic())
         was_flushed = self._server.close(remaining, is_sending=self._thread.is_alive())
         if self._compaction.is_alive():
             self._replay_buffer.stop_compacting()
-            self._compaction.join(max(0.0, self._deadline - monotonic()) + FLUSH_GRACE)
+            self._compaction.join(max(0.0, self._deadline - monotonic()) + MIN_FLUSH_SECONDS)
         report = self._make_report(was_flushed)
         base.open_publishers.discard(self)
         if not report.complete:

@@ -21,7 +21,7 @@ from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import Batches, Origin
 from kvevents.stream import BatchReport, RawBatch, Reset, Trust, trust_order
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch, encode_batch
-from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_for
+from kvevents.wire.dialects import DECLARED_DIALECT, Dialect, detect_dialect, dialect_for
 
 # --- encoding: the dialect of the stream, and payloads that consumers accept
 
@@ -31,7 +31,7 @@ MAX_SAMPLED_PAYLOADS: Final = 64
 
 _DIALECTS_BY_FORM: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
-    "map": DECLARED,
+    "map": DECLARED_DIALECT,
     "map signed": dialect_for("sglang"),
     "map batch": dialect_for("vllm", "main@0181ea3173e5"),
     "array": dialect_for("vllm", "0.22"),

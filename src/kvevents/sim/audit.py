@@ -62,7 +62,7 @@ class AuditCounts(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Stream:
+class _AuditedStream:
     """Position in one worker's stream, and the lookups that are not compared yet."""
 
     incarnation: int = 0
@@ -82,11 +82,11 @@ class Audit:
         """Indexes to which the same deliveries are applied, but with which no lookup is compared."""
         self.counts: Final = AuditCounts()
         self._exact: Final = exact
-        self._streams: Final[dict[Worker, _Stream]] = {}
+        self._streams: Final[dict[Worker, _AuditedStream]] = {}
 
     def add(self, worker: Worker) -> None:
         """Add a worker. Call this before `expect` for the worker."""
-        self._streams[worker] = _Stream()
+        self._streams[worker] = _AuditedStream()
 
     def expect(self, worker: Worker, lookup: EngineLookup) -> None:
         """Compare this lookup as soon as the index has reached the lookup's position."""
@@ -131,7 +131,7 @@ class Audit:
 
     # --- streams
 
-    def _process_batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
+    def _process_batch(self, worker: Worker, stream: _AuditedStream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next_seq):
             self._skip_to(worker, stream, LookupPosition(incarnation, batch.seq, 0))
         self.settle(worker)
@@ -152,7 +152,7 @@ class Audit:
         self.settle(worker)
         return applied
 
-    def _skip_to(self, worker: Worker, stream: _Stream, position: LookupPosition) -> None:
+    def _skip_to(self, worker: Worker, stream: _AuditedStream, position: LookupPosition) -> None:
         """Continue the stream at `position`. Lookups between the old position and `position` cannot be compared."""
         self.settle(worker)
         if position > LookupPosition(stream.incarnation, stream.next_seq, 0):
@@ -162,14 +162,14 @@ class Audit:
         # Another thread may call `position` between these assignments. It must not get the old number with the new incarnation.
         stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
-    def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
+    def _apply_batch(self, stream: _AuditedStream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.applied_count
         stream.applied_count += 1
         return self.index.apply_payload((batch.source, batch.rank), batch.incarnation, number, batch.payload)
 
     # --- lookups
 
-    def _compare_until(self, worker: Worker, stream: _Stream, position: LookupPosition) -> None:
+    def _compare_until(self, worker: Worker, stream: _AuditedStream, position: LookupPosition) -> None:
         """Compare the lookups up to `position`, which is the position that the index has reached."""
         counts = self.counts
         while stream.pending and stream.pending[0].position <= position:

@@ -24,7 +24,7 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.settings import Positive, Range, Settings
-from kvevents.sim.pool import NULL, BlockTable, Pool
+from kvevents.sim.pool import NULL_BLOCK, BlockTable, Pool
 from kvevents.sim.requests import Sequence
 
 
@@ -70,7 +70,7 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     tables: tuple[list[int], ...]
-    """For each group, the blocks as in `Sequence.tables`; `NULL` for a block that must be loaded from host memory."""
+    """For each group, the blocks as in `Sequence.tables`; `NULL_BLOCK` for a block that must be loaded from host memory."""
     loaded: int = 0
     """Number of blocks that must be loaded from host memory."""
     boundary: int = 0
@@ -123,7 +123,7 @@ class PrefixCache:
             if block is None:
                 if host is None or block_hash not in host:
                     break
-                block = NULL
+                block = NULL_BLOCK
                 loaded += 1
             blocks.append(block)
         if self._window is None:
@@ -226,7 +226,7 @@ class PrefixCache:
         sequence, group, start, blocks = filled.sequence, filled.group, filled.start, filled.blocks
         size, hashes = self.size.block_size, sequence.hashes[start : start + len(blocks)]
         keys = _extra_keys(sequence, start, len(blocks))
-        if NULL in blocks:
+        if NULL_BLOCK in blocks:
             # An event has the tokens of all blocks, but only the hashes of blocks that the window retains.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
             hashes = [block_hash for block_hash, block in zip(hashes, blocks, strict=True) if block]
@@ -248,7 +248,7 @@ class PrefixCache:
     def _load(self, sequence: Sequence) -> None:
         """Take blocks for contents that are loaded from host memory. Consecutive blocks are announced in one event."""
         table = sequence.tables[0]
-        places = [place for place, block in enumerate(table) if block == NULL]
+        places = [place for place, block in enumerate(table) if block == NULL_BLOCK]
         for place, block in zip(places, self._take(len(places)), strict=True):
             table[place] = block
         start = end = -1
@@ -263,10 +263,10 @@ class PrefixCache:
         table, gone = sequence.tables[group.index], []
         reached = max(0, sequence.computed - (group.window or 0) + 1) // self.size.block_size
         for place in range(reached - 1, -1, -1):
-            if table[place] == NULL:
+            if table[place] == NULL_BLOCK:
                 break
             gone.append(table[place])
-            table[place] = NULL
+            table[place] = NULL_BLOCK
         self.pool.give_back(gone)
 
 
@@ -288,21 +288,21 @@ class _Group:
         return needed if self._max_blocks is None else min(needed, self._max_blocks)
 
     def find(self, hashes: Items[int]) -> list[int]:
-        """Return the longest prefix of `hashes` that ends with a window of cached blocks, with `NULL` before the window."""
+        """Return the longest prefix of `hashes` that ends with a window of cached blocks; `NULL_BLOCK` before the window."""
         whole, run = self.table.block_by_hash, 0
         for place in range(len(hashes) - 1, -1, -1):
             run = run + 1 if hashes[place] in whole else 0
             if run == self._needed:
-                return [NULL] * place + [whole[block_hash] for block_hash in hashes[place : place + run]]
+                return [NULL_BLOCK] * place + [whole[block_hash] for block_hash in hashes[place : place + run]]
         return [whole[block_hash] for block_hash in hashes[:run]]
 
     def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
-        """Return `blocks` (the first is block number `start`), with `NULL` for each block that no later prompt needs."""
+        """Return `blocks` (the first is block number `start`), with `NULL_BLOCK` for each block that no later prompt needs."""
         if self.window is None:
             return blocks
         ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
         return [
-            block if any(end - self._needed <= place < end for end in ends) else NULL
+            block if any(end - self._needed <= place < end for end in ends) else NULL_BLOCK
             for place, block in enumerate(blocks, start)
         ]
 
@@ -315,7 +315,7 @@ class _FilledBlocks:
     group: _Group
     start: int
     blocks: list[int]
-    """The blocks; `NULL` for a block whose contents are not retained."""
+    """The blocks; `NULL_BLOCK` for a block whose contents are not retained."""
 
 
 Change: TypeAlias = "_FilledBlocks | tuple[int, int] | KVEvent"

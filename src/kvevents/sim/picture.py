@@ -11,7 +11,7 @@ from kvevents.sim.report_text import p90_of, runs_by_policy, summary, traffic_te
 from kvevents.sim.results import Comparison
 from kvevents.sim.routers import POLICIES, needs_events
 
-FORMATS: Final = (".svg", ".png", ".pdf")
+PICTURE_SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
@@ -20,8 +20,8 @@ def check_picture(path: Path) -> None:
         import matplotlib as mpl  # noqa: F401, PLC0415 - matplotlib is optional
     except ImportError as error:
         raise MissingDependencyError("the picture of a comparison needs the package matplotlib", "sim") from error
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"cannot write {path}: expected a name that ends in {', '.join(FORMATS)}")
+    if path.suffix not in PICTURE_SUFFIXES:
+        raise ConfigError(f"cannot write {path}: expected a name that ends in {', '.join(PICTURE_SUFFIXES)}")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: expected a file in an existing folder")
 

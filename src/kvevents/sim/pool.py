@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-NULL: Final = 0
+NULL_BLOCK: Final = 0
 """Entry of a sequence's table for a block that its sliding window does not need."""
 
 
@@ -48,7 +48,7 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size: Final = size
         self.uses: Final = [0] * (size + 1)
-        """Number of sequences that use each block; entry 0 belongs to `NULL`."""
+        """Number of sequences that use each block; entry 0 belongs to `NULL_BLOCK`."""
         self._hashes: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))

@@ -185,7 +185,7 @@ def traffic_text(settings: ReportSettings) -> str:
         f"{engines} engine{'' if engines == 1 else 's'}" + ("" if ranks in {None, 1} else f" of {ranks} ranks"),
         "" if routers in {None, 1} else f"{routers} routers",
         str(settings.get("preset")),
-        _source(settings),
+        _traffic_source(settings),
         f"{rate:g} requests a second" if rate is not None else "",
         f"{speed:g} times as fast" if speed is not None else "",
         seed_text,
@@ -193,7 +193,7 @@ def traffic_text(settings: ReportSettings) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _source(settings: ReportSettings) -> str:
+def _traffic_source(settings: ReportSettings) -> str:
     trace, workload, requests = (settings.get(name) for name in ("trace", "workload", "requests"))
     count = f"{plural(requests, 'request')} of " if isinstance(requests, int) else ""
     if trace is not None:

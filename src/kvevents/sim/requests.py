@@ -53,7 +53,7 @@ class Sequence:
         return self.known == len(self.tokens)
 
 
-VOCABULARY: Final = 1 << 16
+VOCABULARY_SIZE: Final = 1 << 16
 """Exclusive upper bound of token ids. Real vocabularies have 32,000 to 260,000 token ids."""
 _SOURCE_BITS: Final = 20
 _SPREAD_FACTOR: Final = 0x9E3779B97F4A7C15
@@ -160,17 +160,17 @@ def shared_prefix(requests: Iterable[Request]) -> float:
         path: object = (request.lora, request.salt)
         is_known = True
         for piece in request.prompt.pieces:
-            path = _extend(path, piece)
+            path = _extend_path(path, piece)
             is_known = is_known and path in paths
             paths.add(path)
             held += _tokens_of(piece) if is_known else 0
         total += len(request.prompt)
         for piece in request.output.pieces:
-            paths.add(path := _extend(path, piece))
+            paths.add(path := _extend_path(path, piece))
     return held / total if total else 0.0
 
 
-def _extend(path: object, piece: Drawn | array[int]) -> object:
+def _extend_path(path: object, piece: Drawn | array[int]) -> object:
     return hash(path), piece if isinstance(piece, Drawn) else piece.tobytes()
 
 

@@ -169,7 +169,7 @@ class SimulatedEngine:
     def begin(self) -> float:
         """Schedule a step and return its duration in seconds. Call `end` after that time."""
         self._number += 1
-        work = _Work(self._step_limits.max_num_batched_tokens)
+        work = _StepWork(self._step_limits.max_num_batched_tokens)
         preemptions = self.preemptions
         self._schedule_decoding(work)
         self._schedule_chunks(work)
@@ -197,7 +197,7 @@ class SimulatedEngine:
 
     # --- decoding
 
-    def _schedule_decoding(self, work: _Work) -> None:
+    def _schedule_decoding(self, work: _StepWork) -> None:
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
                 continue  # the job was preempted after the entry was added
@@ -255,7 +255,7 @@ class SimulatedEngine:
 
     # --- prefill
 
-    def _schedule_chunks(self, work: _Work) -> None:
+    def _schedule_chunks(self, work: _StepWork) -> None:
         """Schedule the next chunks of prompts whose prefill began in earlier steps."""
         for job in list(self._prefilling):
             sequence = job.sequence
@@ -266,7 +266,7 @@ class SimulatedEngine:
                 break
             self._schedule_chunk(job, chunk, work)
 
-    def _admit(self, work: _Work) -> None:
+    def _admit(self, work: _StepWork) -> None:
         while self._waiting and work.budget and self.running < self._step_limits.max_num_seqs:
             job = self._waiting[0]
             sequence = job.sequence
@@ -288,7 +288,7 @@ class SimulatedEngine:
             work.loaded += prefix.loaded
             self._schedule_chunk(job, chunk, work)
 
-    def _schedule_chunk(self, job: Job, tokens: int, work: _Work) -> None:
+    def _schedule_chunk(self, job: Job, tokens: int, work: _StepWork) -> None:
         sequence = job.sequence
         work.budget -= tokens
         work.prefilled += tokens
@@ -317,7 +317,7 @@ class SimulatedEngine:
 
 
 @dataclass(slots=True)
-class _Work:
+class _StepWork:
     budget: int
     """Number of tokens that the step can still compute."""
     prefilled: int = 0

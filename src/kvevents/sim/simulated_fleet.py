@@ -343,7 +343,7 @@ def simulate(
     """Run a fleet in virtual time under the policy `name`.
 
     `chosen`, if not None, is a function that creates a policy from a seed, and replaces the policy `name`. `progress` is called
-    after every `PROGRESS_EVERY` requests. Equal arguments give equal results.
+    after every `REQUESTS_PER_PROGRESS` requests. Equal arguments give equal results.
     """
     timeline = Timeline()
     audit = Audit(PrefixIndex(clock=lambda: timeline.now))
@@ -354,11 +354,11 @@ def simulate(
     reported = 0
     while timeline.next is not None:
         timeline.step()
-        if progress is not None and fleet.metrics.requests >= reported + PROGRESS_EVERY:
+        if progress is not None and fleet.metrics.requests >= reported + REQUESTS_PER_PROGRESS:
             reported = fleet.metrics.requests
             progress(fleet.progress)
     return fleet.result(name)
 
 
-PROGRESS_EVERY: Final = 50
+REQUESTS_PER_PROGRESS: Final = 50
 """Number of requests between two calls of `progress`."""

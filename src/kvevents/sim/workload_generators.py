@@ -43,19 +43,19 @@ def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> 
     """
     if name not in ARRIVALS:
         raise ConfigError(f"unknown arrivals {name!r}: expected {', '.join(ARRIVALS)}")
-    _check("rate", rate)
-    _check("variation", variation)
+    _check_positive("rate", rate)
+    _check_positive("variation", variation)
     gap = ARRIVALS[name]
     return accumulate(gap(1 / rate, variation, random) for _ in repeat(None))
 
 
 def rescaled(requests: Iterable[Request], speed: float) -> Iterator[Request]:
     """Yield the requests with their times divided by `speed`; 2 makes the series twice as fast. Raises `ConfigError`."""
-    _check("speed", speed)
+    _check_positive("speed", speed)
     return (replace(request, at=request.at / speed) for request in requests)
 
 
-def _check(name: str, value: float) -> None:
+def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"invalid {name} {value}: expected a finite number above 0")
 
@@ -65,7 +65,7 @@ FIRST_TOKEN_SECONDS: Final = 0.3
 inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
 TOKEN_SECONDS: Final = 0.026
 """Assumed time between two tokens of an answer: the mean in the same report of llm-d."""
-MAX_WAITING: Final = 100_000
+MAX_SESSIONS: Final = 100_000
 """Maximum number of sessions that wait for their next turn. At this limit, the session that is due first sends its turn early.
 At a rate of 1,000 requests per second with think times of 30 s, about 30,000 sessions wait."""
 
@@ -163,7 +163,7 @@ class Traffic(Settings, frozen=True, kw_only=True):
         )
 
 
-def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
+def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_SESSIONS) -> Iterator[Request]:
     """Yield a request at each of `times`, from the session that has been due for longest or, if none is, from a new session.
 
     At most `max_waiting` sessions wait for their next turn.

@@ -2,8 +2,8 @@
 
 Theory of operation. An engine announces the blocks that it computed. A chain of new blocks has a known parent or begins at the
 root, so its ancestors and the chain together are the beginning of a prompt. A later chain is interpreted by its position:
-- one block after the end of a prompt, at most `ANSWER_GAP` seconds after the prompt's last block, is the prompt's answer;
-- several blocks after the end of a prompt without an answer, within `CHUNK_GAP` seconds, are the next chunk of the prompt;
+- one block after the end of a prompt, at most `MAX_ANSWER_GAP_SECONDS` after the prompt's last block, is the prompt's answer;
+- several blocks after the end of a prompt without an answer, within `MAX_CHUNK_GAP_SECONDS`, are the next chunk of the prompt;
 - any other chain belongs to a new prompt: a prompt with the same beginning, or the next turn of a conversation.
 Blocks are identified by stream, cache generation and hash. A generation begins with each incarnation that
 `kvevents.stream.Stream` finds, and with each clear. The reader does not wait for missing batches, because it yields the
@@ -28,23 +28,23 @@ from kvevents.sim.workload_traces import FIRST_ANSWER, Sessions
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch
 
-ANSWER_GAP: Final = 30.0
+MAX_ANSWER_GAP_SECONDS: Final = 30.0
 """Maximum number of seconds between two blocks of one answer. This is enough for 64 tokens at two tokens per second."""
-CHUNK_GAP: Final = 2.0
+MAX_CHUNK_GAP_SECONDS: Final = 2.0
 """Maximum number of seconds between two chunks of one prompt. A step that computes 8,192 tokens takes less than a second."""
 MAX_BLOCKS: Final = 500_000
 """Maximum number of blocks whose tokens are stored, about 500 bytes each. The least recently used block is evicted first."""
-MAX_OPEN: Final = 10_000
+MAX_OPEN_REQUESTS: Final = 10_000
 """Maximum number of open requests, whose answers can continue. Above this number, the oldest request is completed."""
 _FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
-_Key: TypeAlias = tuple[int, int]
+_BlockKey: TypeAlias = tuple[int, int]
 """Number of the cache generation, and hash of the block."""
 
 
 class _Block(NamedTuple):
-    parent: _Key | None
+    parent: _BlockKey | None
     depth: int
     """Number of blocks before this block. An equal hash at another depth identifies another block (SGLang before 0.5.7)."""
     tokens: array[int]
@@ -68,7 +68,7 @@ class _Draft:
     session: str
     scope: tuple[str | None, str | None]
     last: float
-    end: _Key
+    end: _BlockKey
     answer: list[array[int]] = field(default_factory=list)
 
 
@@ -81,7 +81,7 @@ class RecordedRequests(Iterator[Request]):
         run: str | None = None,
         endpoint: str | None = None,
         max_blocks: int = MAX_BLOCKS,
-        max_open: int = MAX_OPEN,
+        max_open: int = MAX_OPEN_REQUESTS,
     ) -> None:
         self.skipped = 0
         """Number of events that were ignored because their parent is unknown or their tokens are not token ids."""
@@ -89,11 +89,11 @@ class RecordedRequests(Iterator[Request]):
         self._requests = self._read(run, endpoint)
         self._max_blocks = max_blocks
         self._max_open = max_open
-        self._blocks: dict[_Key, _Block] = {}
+        self._blocks: dict[_BlockKey, _Block] = {}
         self._streams: dict[tuple[RecordedStream, int | None], _CacheGeneration] = {}
         self._generations = count()
         self._open: deque[_Draft] = deque()
-        self._ends: dict[_Key, list[_Draft]] = {}
+        self._ends: dict[_BlockKey, list[_Draft]] = {}
         self._sessions = Sessions()
         self._clock: float | None = None
         self._now = 0.0
@@ -137,7 +137,7 @@ class RecordedRequests(Iterator[Request]):
         """Yield completed requests in order. Stop before the first open request that can continue."""
         while self._open:
             first = self._open[0]
-            if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > self._max_open):
+            if not (at_end or self._now - first.last > MAX_ANSWER_GAP_SECONDS or len(self._open) > self._max_open):
                 return
             self._open.popleft()
             self._remove_end(first)
@@ -147,9 +147,9 @@ class RecordedRequests(Iterator[Request]):
 
     # --- chains of new blocks
 
-    def _chains(self, generation: _CacheGeneration, batch: KVEventBatch) -> list[list[_Key]]:
+    def _chains(self, generation: _CacheGeneration, batch: KVEventBatch) -> list[list[_BlockKey]]:
         """Return the new blocks of a batch as chains. An event that continues the previous event's chain extends it."""
-        chains: list[list[_Key]] = []
+        chains: list[list[_BlockKey]] = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 generation.number = next(self._generations)
@@ -166,7 +166,7 @@ class RecordedRequests(Iterator[Request]):
         generation.group = event.group_idx if generation.group is None else generation.group
         return event.group_idx == generation.group
 
-    def _store_blocks(self, generation: int, event: BlockStored, chains: list[list[_Key]]) -> None:
+    def _store_blocks(self, generation: int, event: BlockStored, chains: list[list[_BlockKey]]) -> None:
         parent = None if event.parent_block_hash is None else (generation, event.parent_block_hash)
         above = None if parent is None else self._blocks.get(parent)
         tokens = _tokens_of(event)
@@ -191,7 +191,7 @@ class RecordedRequests(Iterator[Request]):
 
     # --- requests of chains
 
-    def _place_chain(self, chain: list[_Key]) -> None:
+    def _place_chain(self, chain: list[_BlockKey]) -> None:
         path = self._find_path(chain)
         if path is None:
             self.skipped += 1
@@ -218,20 +218,20 @@ class RecordedRequests(Iterator[Request]):
         """Return the part of a request (prompt or answer) that the next chain continues; None if it begins a new request."""
         idle = self._now - request.last
         if blocks == 1:
-            return request.answer if idle <= ANSWER_GAP else None
-        return request.prompt if idle <= CHUNK_GAP and not request.answer else None
+            return request.answer if idle <= MAX_ANSWER_GAP_SECONDS else None
+        return request.prompt if idle <= MAX_CHUNK_GAP_SECONDS and not request.answer else None
 
-    def _begin(self, path: list[_Key]) -> _Draft:
+    def _begin(self, path: list[_BlockKey]) -> _Draft:
         last = self._blocks[path[-1]]
         prompt = [self._blocks[key].tokens for key in path]
         request = _Draft(self._now, prompt, self._sessions.of(path, len(path)), (last.lora, last.salt), self._now, path[-1])
         self._open.append(request)
         return request
 
-    def _find_path(self, chain: list[_Key]) -> list[_Key] | None:
+    def _find_path(self, chain: list[_BlockKey]) -> list[_BlockKey] | None:
         """Return a prompt's blocks from the root on, or None if any is unknown. The blocks become the most recently used."""
-        path: list[_Key] = []
-        key: _Key | None = chain[-1]
+        path: list[_BlockKey] = []
+        key: _BlockKey | None = chain[-1]
         while key is not None:
             block = self._blocks.pop(key, None)
             if block is None:

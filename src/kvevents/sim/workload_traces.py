@@ -30,9 +30,9 @@ from kvevents.errors import ConfigError, WorkloadError, reason_of
 from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
-MAX_FOLLOWERS: Final = 4
+MAX_CONTINUATIONS: Final = 4
 """Maximum number of different continuations of one conversation: its next turn, and regenerated or edited versions of it."""
-MAX_ENDS: Final = 100_000
+MAX_STORED_PROMPTS: Final = 100_000
 """Maximum number of prompts whose last piece is stored, about 300 bytes each. The oldest prompt is evicted first."""
 
 
@@ -42,13 +42,13 @@ class Sessions:
     The next prompt of a conversation begins with all whole pieces of an earlier prompt. So each prompt's last whole piece is
     stored with the prompt's session. A request belongs to the session of the deepest stored piece of its prompt. If no piece is
     stored, the request begins a new session. Two kinds of pieces are ignored, because many conversations share such pieces: the
-    first piece of a prompt, and a piece that was followed by more than `MAX_FOLLOWERS` different pieces.
+    first piece of a prompt, and a piece that was followed by more than `MAX_CONTINUATIONS` different pieces.
 
-    Known errors: a prompt of at most one whole piece always begins a session. Up to `MAX_FOLLOWERS` users whose prompts
+    Known errors: a prompt of at most one whole piece always begins a session. Up to `MAX_CONTINUATIONS` users whose prompts
     continue exactly at the end of another user's first prompt become one session with that user.
     """
 
-    def __init__(self, max_ends: int = MAX_ENDS) -> None:
+    def __init__(self, max_ends: int = MAX_STORED_PROMPTS) -> None:
         self._max_ends = max_ends
         self._begun = 0
         self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
@@ -76,9 +76,9 @@ class Sessions:
             if known is None:
                 continue
             session, followers = known
-            if place + 1 < len(pieces) and len(followers) <= MAX_FOLLOWERS:
+            if place + 1 < len(pieces) and len(followers) <= MAX_CONTINUATIONS:
                 followers.add(pieces[place + 1])
-            return session if len(followers) <= MAX_FOLLOWERS else None
+            return session if len(followers) <= MAX_CONTINUATIONS else None
         return None
 
 
@@ -153,12 +153,12 @@ class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
                 raise ValueError(f"expected exactly one of the keys {one} and {other}")
 
 
-DECODER: Final = msgspec.json.Decoder(PlainRow)
+PLAIN_DECODER: Final = msgspec.json.Decoder(PlainRow)
 
 
 def plain_request(line: bytes, number: int) -> Request:
     """Return the request of line `number`. Raises `ValueError`."""
-    row = DECODER.decode(line)
+    row = PLAIN_DECODER.decode(line)
     prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
     output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(FIRST_ANSWER + number, row.output_tokens),))
     return Request(row.at, prompt, output, row.session, row.lora, row.salt)
@@ -191,7 +191,7 @@ MAX_LINE_BYTES: Final = 32 * 1024 * 1024
 """Maximum length of a line in bytes. A line of this length has room for a prompt of three million token ids."""
 
 
-_KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_KEYS_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -204,7 +204,7 @@ def read_trace(path: StrPath, *, limit: int | None = None, max_line_bytes: int =
     """
     if limit is not None and limit < 0:
         raise ConfigError(f"invalid limit {limit}: expected at least 0, or None for all requests")
-    return islice(_requests(Path(path), max_line_bytes), limit)
+    return islice(_read_requests(Path(path), max_line_bytes), limit)
 
 
 def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
@@ -224,16 +224,16 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
     return number
 
 
-def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
+def _read_requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
     # Maps a JSON key that only lines of one format have to the function that reads a line of that format.
     readers: dict[str, Callable[[bytes, int], Request]] = {
         "hash_ids": partial(mooncake_request, Sessions()),
         "at": plain_request,
     }
     last = 0.0
-    for number, line in _lines(path, max_line_bytes):
+    for number, line in _read_lines(path, max_line_bytes):
         try:
-            request = _request(line, number, readers, last)
+            request = _parse_request(line, number, readers, last)
         except (msgspec.DecodeError, ValueError) as error:
             expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (the format of kvevents)"
             raise WorkloadError(f"{path}, line {number}: {error}; {expected}") from error
@@ -241,8 +241,8 @@ def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
         yield request
 
 
-def _request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, int], Request]], last: float) -> Request:
-    keys = _KEYS.decode(line)
+def _parse_request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, int], Request]], last: float) -> Request:
+    keys = _KEYS_DECODER.decode(line)
     read = next((reader for key, reader in readers.items() if key in keys), None)
     if read is None:
         raise ValueError(f"the format is unknown, because the line has neither of the keys {' and '.join(readers)}")
@@ -252,7 +252,7 @@ def _request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, in
     return request
 
 
-def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _read_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not blank, and its number in the file; the first is 1."""
     number = 0
     try:

@@ -331,7 +331,7 @@ class Deliverer:
 
     def _read_rank(self, payload: bytes) -> None:
         """Read the rank that a payload states. One payload per second is enough to notice swapped ports of ranks."""
-        self._next_rank_at = self.now + _RANK_INTERVAL
+        self._next_rank_at = self.now + _RANK_CHECK_SECONDS
         rank = rank_of(payload)
         if rank is not None and not self._states_ranks:
             self._states_ranks = self.stated_rank not in (None, rank)
@@ -374,5 +374,5 @@ class Deliverer:
             self.ledger.add(DegradedReason.LOST, self.order.parts.stopped_at)
 
 
-_RANK_INTERVAL: Final = 1.0
+_RANK_CHECK_SECONDS: Final = 1.0
 """Seconds between two checks of the rank that payloads state."""

@@ -133,12 +133,12 @@ Trust.ATTESTED = Trust("EXACT", attested=True)
 Trust.DEGRADED = Trust("DEGRADED")
 Trust.STALE = Trust("STALE")
 
-_ORDER: Final = {name: order for order, name in enumerate(("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT"))}
+_STATE_ORDER: Final = {name: order for order, name in enumerate(("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT"))}
 
 
 def trust_order(name: str) -> int:
     """Return a number that orders the names of states, from STALE to EXACT; -1 for any other name."""
-    return _ORDER.get(name, -1)
+    return _STATE_ORDER.get(name, -1)
 
 
 _REASONS_ENDED_BY_ATTESTATION: Final = frozenset({DegradedReason.UNATTESTED})
@@ -395,7 +395,7 @@ class HeartbeatMonitor:
         if self._heartbeat is None or self._heartbeat.trust == Trust.EXACT.name:
             return Trust.EXACT
         is_stale = self._heartbeat.trust == Trust.STALE.name
-        name = self._heartbeat.trust if self._heartbeat.trust in _ORDER else Trust.DEGRADED.name
+        name = self._heartbeat.trust if self._heartbeat.trust in _STATE_ORDER else Trust.DEGRADED.name
         reason = "".join(letter if letter.isprintable() else "?" for letter in self._heartbeat.reason)
         sentence = f"its sender is {name}: {reason}" if reason else f"its sender is {name}"
         return (Trust.STALE if is_stale else Trust.DEGRADED).with_reason(sentence)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 from kvevents.closeable import AsyncCloseable
 from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
+from kvevents.subscriber.front_end import TRUST_CHECK_SECONDS, FrontEnd, Options, Sources
 
 MAX_TURN_SECONDS: Final = 0.005
 """Maximum number of seconds of work in the event loop before other tasks run, even if more deliveries are ready."""
@@ -90,7 +90,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         end = None if timeout is None else self._clock() + timeout
         with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
-                deliveries.extend(await self.receive_many(timeout=TRUST_INTERVAL))
+                deliveries.extend(await self.receive_many(timeout=TRUST_CHECK_SECONDS))
         self._check_reached(trust, deliveries)
         return deliveries
 

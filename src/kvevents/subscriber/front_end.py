@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 DECODED_MESSAGES_PER_READ: Final = 32
 """Maximum number of messages that are read from one stream before decoding, so that they fit in the CPU's cache."""
-TRUST_INTERVAL: Final = 0.05
+TRUST_CHECK_SECONDS: Final = 0.05
 """Seconds between two checks of the trust in `wait_for`, if nothing is received."""
 DELIVERIES_PER_SLICE: Final = 8
 """Number of deliveries that are decoded and applied before the clock is read again."""

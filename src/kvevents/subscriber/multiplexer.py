@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_READ: Final = 256
 """Maximum number of messages that are read from one stream before the next stream is read."""
-MAX_READY: Final = 4_096
+MAX_READY_DELIVERIES: Final = 4_096
 """Number of deliveries after which a run ends, even if streams have more to read, so that other tasks can run."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Maximum number of concurrent replays in a process. Replay buffers can have 100 MB, and a fleet can reconnect at once."""
@@ -53,7 +53,7 @@ OnFound: TypeAlias = Callable[[Source], Source | None]
 MIN_UNREAD_SECONDS: Final = 0.1
 """Minimum number of seconds without a read of the connections after which streams can lose trust."""
 _CAUGHT_UP_STATES: Final = ("EXACT", "DEGRADED")
-_MAX_DESCRIBED: Final = 3
+_MAX_NAMES: Final = 3
 """Maximum number of endpoints in the repr of a subscriber, and maximum number of streams in an error message."""
 
 
@@ -331,8 +331,8 @@ class Multiplexer:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
         if entry is None:
-            names = ", ".join(f"{label} rank {number}" for label, number in islice(self._entries, _MAX_DESCRIBED)) or "none"
-            more = f" and {len(self._entries) - _MAX_DESCRIBED} more" if len(self._entries) > _MAX_DESCRIBED else ""
+            names = ", ".join(f"{label} rank {number}" for label, number in islice(self._entries, _MAX_NAMES)) or "none"
+            more = f" and {len(self._entries) - _MAX_NAMES} more" if len(self._entries) > _MAX_NAMES else ""
             raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {names}{more}")
         return entry
 
@@ -423,7 +423,7 @@ class Multiplexer:
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)
-            if len(self.ready) >= MAX_READY:
+            if len(self.ready) >= MAX_READY_DELIVERIES:
                 break
         for source in self.transport.take_found():
             self._add_found(source)
@@ -582,6 +582,6 @@ class Multiplexer:
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
         sources = [entry.stream.source for entry in (*self._finders.values(), *self._entries.values())]
-        ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_MAX_DESCRIBED]]
+        ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_MAX_NAMES]]
         suffix = "" if len(sources) <= len(ends) else f" and {len(sources) - len(ends)} more,"
         return f"{''.join(ends)}{suffix} {len(self._entries)} {noun}{counts}, {len(self.ready)} ready".lstrip()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
+from kvevents.subscriber.front_end import TRUST_CHECK_SECONDS, FrontEnd, Options, Sources
 
 
 class Subscriber(FrontEnd[BatchT], Closeable):
@@ -68,7 +68,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         end = None if timeout is None else self._clock() + timeout
         with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
-                deliveries.extend(self.receive_many(timeout=TRUST_INTERVAL))
+                deliveries.extend(self.receive_many(timeout=TRUST_CHECK_SECONDS))
         self._check_reached(trust, deliveries)
         return deliveries
 

@@ -98,7 +98,7 @@ class Playlist:
             self._shift = 0
         self._position += 1
         self._last_seq = batch_on_tape.seq + self._shift
-        payload = restamp(batch_on_tape.payload, self._rounds * self._span) if self._rounds else batch_on_tape.payload
+        payload = delay_timestamp(batch_on_tape.payload, self._rounds * self._span) if self._rounds else batch_on_tape.payload
         return NextBatch(LiveBatch(batch_on_tape.topic, self._last_seq, payload, batch_on_tape.t), is_restart)
 
     def _load(self, batches: Sequence[LiveBatch]) -> None:
@@ -108,7 +108,7 @@ class Playlist:
         self._span = 1.0 + (max(times) - min(times) if times else 0.0)
 
 
-def restamp(payload: bytes, seconds: float) -> bytes:
+def delay_timestamp(payload: bytes, seconds: float) -> bytes:
     """Return a payload with its timestamp moved forward by `seconds`. A payload without a leading 64-bit float is unchanged."""
     if len(payload) < 10 or not 0x91 <= payload[0] <= 0x9F or payload[1] != 0xCB:
         return payload
@@ -121,7 +121,7 @@ def restamp(payload: bytes, seconds: float) -> bytes:
 ENGINE_BUFFER_STEPS: Final = 10_000
 """Default size of the replay buffer of vLLM and SGLang, in batches (`buffer_steps`)."""
 
-Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
+LossRule: TypeAlias = Collection[int] | float | Callable[[int], bool]
 """Selects the batches to lose: a set of sequence numbers, a share from 0.0 to 1.0, or a function that returns True for the
 numbers to lose."""
 
@@ -138,7 +138,7 @@ class Faults:
     repeated request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
     """
 
-    drop: Loss = ()
+    drop: LossRule = ()
     """Batches that are stored for replay but not sent live, so that subscribers miss these batches."""
     skipped: Collection[int] = ()
     """Sequence numbers without a batch: the engine assigned the number, and then could not encode the batch."""
@@ -152,7 +152,7 @@ class Faults:
     replay_sndhwm: int | None = None
     """Send limit of the ROUTER socket in messages; 1,000 in engines before vLLM 0.33. Above it, the socket drops messages to
     slow consumers. The limit takes effect when the sockets open. If None, replies wait for the consumer."""
-    replay_holes: Loss = ()
+    replay_holes: LossRule = ()
     """Batches that are missing in replies. The first batch of a reply is never missing, because a socket has room for it."""
     lose_end_marker: bool = False
     replay_silent: bool = False
@@ -213,7 +213,7 @@ class Reply(NamedTuple):
     """Number of requested batches that a fault keeps out of `messages`."""
 
 
-def _is_selected(loss: Loss, seq: int, draw: str) -> bool:
+def _is_selected(loss: LossRule, seq: int, draw: str) -> bool:
     if callable(loss):
         return loss(seq)
     if isinstance(loss, int | float):

@@ -6,7 +6,7 @@ import socket
 import sys
 from typing import Final, NamedTuple
 
-_TCP: Final = "tcp://"
+_TCP_PREFIX: Final = "tcp://"
 
 
 class ReservedPort(NamedTuple):
@@ -27,8 +27,8 @@ def reserve_port(endpoint: str) -> ReservedPort:
     Linux lets two sockets with SO_REUSEADDR share a port if only one of them listens. A socket that is bound but never listens
     keeps the OS from giving the port to another process while the real listener is closed. The OS then refuses connections.
     """
-    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
-    if not endpoint.startswith(_TCP) or "[" in host or sys.platform != "linux":
+    host, _, port = endpoint.removeprefix(_TCP_PREFIX).rpartition(":")
+    if not endpoint.startswith(_TCP_PREFIX) or "[" in host or sys.platform != "linux":
         return ReservedPort(endpoint, None)
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -38,4 +38,4 @@ def reserve_port(endpoint: str) -> ReservedPort:
         # The port is in use, or the endpoint is invalid. The error of the caller's bind says which.
         holder.close()
         return ReservedPort(endpoint, None)
-    return ReservedPort(f"{_TCP}{host}:{holder.getsockname()[1]}", holder)
+    return ReservedPort(f"{_TCP_PREFIX}{host}:{holder.getsockname()[1]}", holder)

@@ -29,7 +29,7 @@ from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule, change_counts
-from kvevents.testing.zmtp import message
+from kvevents.testing.zmtp import encode_message
 
 LINGER_SECONDS: Final = 1.0
 """Maximum time for sending the last bytes from a peer that has closed its connection to the other peer."""
@@ -154,7 +154,7 @@ class FaultProxy(Closeable):
         """
         if not frames:
             raise ConfigError("cannot inject a message without frames: give at least one frame")
-        self._run_in_loop(lambda: self._directions[direction].inject(message(frames)))
+        self._run_in_loop(lambda: self._directions[direction].inject(encode_message(frames)))
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
         """Hold every later message, in order, for `seconds` seconds or, if None, until `release`. 0 ends the delay."""

@@ -36,7 +36,7 @@ from kvevents.testing.tape_sockets import LINGER_MS, MESSAGES_PER_ROUND, Sent, T
 
 ENGINE_HWM: Final = 100_000
 """Number of messages that engines queue for a slow subscriber before they drop messages (`hwm` of vLLM and SGLang)."""
-MAX_LOG: Final = 1_000_000
+MAX_LOG_ENTRIES: Final = 1_000_000
 """Maximum length of a tape's log of batches, and of its log of requests. Older entries are removed. A full log takes 250 MB."""
 CATCH_UP_SECONDS: Final = 1.0
 """If a tape with a rate is late by more than this, it does not send the late batches at once but continues at its rate."""
@@ -105,7 +105,7 @@ class TapePlayer(Closeable):
         endpoint: str = ANY_LOCAL_PORT,
         replay_endpoint: str | None = ANY_LOCAL_PORT,
         hwm: int = ENGINE_HWM,
-        log: int = MAX_LOG,
+        log: int = MAX_LOG_ENTRIES,
     ) -> None:
         playlist = Playlist(load_tape(tape, run))
         self._sockets = TapeSockets(playlist, faults or Faults(), endpoint, replay_endpoint, hwm, log)

@@ -27,7 +27,7 @@ MESSAGES_PER_ROUND: Final = 256
 """Maximum number of messages that one consumer gets before other consumers and calls of the tape player are served."""
 RETRY_SECONDS: Final = 0.005
 """Delay before a reply is sent again to a consumer whose queue is full."""
-REPLY_QUEUE: Final = 1_000
+MAX_QUEUED_REPLIES: Final = 1_000
 """Maximum number of queued reply messages for one consumer. Further messages wait, so that endless replies are bounded."""
 MAX_WAITING_REPLIES: Final = 100
 """Maximum number of requests from one consumer that wait while an earlier request is answered. Further requests are refused."""
@@ -137,14 +137,14 @@ class TapeSockets:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._pub.setsockopt(zmq.SNDHWM, self._hwm)
-        addresses = [_bind(self._pub, self._ports[0])]
+        addresses = [_bind_socket(self._pub, self._ports[0])]
         if len(self._ports) > 1:
             limit = self.faults.replay_sndhwm
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.setsockopt(zmq.SNDHWM, REPLY_QUEUE if limit is None else limit)
+            self._router.setsockopt(zmq.SNDHWM, MAX_QUEUED_REPLIES if limit is None else limit)
             # With this option, a ROUTER reports messages that it cannot queue. Without it, as in engines, they are dropped.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
-            addresses.append(_bind(self._router, self._ports[1]))
+            addresses.append(_bind_socket(self._router, self._ports[1]))
         self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
         self.endpoints = [connectable_endpoint(name) for name in addresses]
 
@@ -285,7 +285,7 @@ class TapeSockets:
         return 0.0
 
 
-def _bind(socket: zmq.Socket[bytes], port: ReservedPort) -> str:
+def _bind_socket(socket: zmq.Socket[bytes], port: ReservedPort) -> str:
     """Bind to a reserved port, if necessary after its previous listener has closed. Return the endpoint with the port."""
     deadline = time.monotonic() + BIND_SECONDS
     while True:

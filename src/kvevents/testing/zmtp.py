@@ -12,11 +12,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.diagnosis.handshake import MAJOR_OFFSET, MECHANISM_SLICE, SIGNATURE_BYTE
 
-MORE: Final = 0x01
+MORE_FLAG: Final = 0x01
 """Flag of a frame: more frames of the message follow."""
-LONG: Final = 0x02
+LONG_FLAG: Final = 0x02
 """Flag of a frame: its size field has 8 bytes."""
-COMMAND: Final = 0x04
+COMMAND_FLAG: Final = 0x04
 """Flag of a frame: it is a command."""
 GREETING_BYTES: Final = 64
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
@@ -29,16 +29,16 @@ SegmentKind: TypeAlias = Literal["message", "command", "raw"]
 CURVE, which encrypts and numbers them."""
 
 
-def message(frames: Sequence[bytes]) -> bytes:
+def encode_message(frames: Sequence[bytes]) -> bytes:
     """Encode a message of at least one frame."""
-    return b"".join([*(encode_frame(MORE, body) for body in frames[:-1]), encode_frame(0, frames[-1])])
+    return b"".join([*(encode_frame(MORE_FLAG, body) for body in frames[:-1]), encode_frame(0, frames[-1])])
 
 
 def encode_frame(flags: int, body: bytes) -> bytes:
-    """Encode a frame. The flag `LONG` is added for a body above 255 bytes."""
+    """Encode a frame. The flag `LONG_FLAG` is added for a body above 255 bytes."""
     if len(body) <= 255:
         return bytes((flags, len(body))) + body
-    return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
+    return bytes((flags | LONG_FLAG,)) + len(body).to_bytes(8, "big") + body
 
 
 class Segment(NamedTuple):
@@ -94,11 +94,11 @@ class ZmtpSplitter:
     def _segments(self) -> Iterator[Segment]:
         while (frame := self._next_frame()) is not None:
             flags, body = frame
-            if flags & COMMAND and not self._frames:
+            if flags & COMMAND_FLAG and not self._frames:
                 yield Segment("command", self._take_scanned())
                 continue
             self._frames.append(body)
-            if not flags & MORE:
+            if not flags & MORE_FLAG:
                 frames = tuple(self._frames)
                 self._frames.clear()
                 yield Segment("message", self._take_scanned(), frames)
@@ -117,7 +117,7 @@ class ZmtpSplitter:
         if len(buffer) < position + 2:
             return None
         flags = buffer[position]
-        head = position + (9 if flags & LONG else 2)
+        head = position + (9 if flags & LONG_FLAG else 2)
         if len(buffer) < head:
             return None
         end = head + int.from_bytes(buffer[position + 1 : head], "big")

@@ -62,7 +62,7 @@ the limit, one corrupt frame (2**63) would make every later number of the stream
 
 MAX_RAW_BYTES: Final = 256
 """Maximum number of bytes of the rejected input that a record holds, for diagnosis."""
-_MAX_DETAIL: Final = 256
+_MAX_DETAIL_CHARACTERS: Final = 256
 """Maximum number of characters of `Rejected.detail`, parts of which a peer can choose."""
 
 
@@ -95,7 +95,7 @@ class DecodeRejectedError(Exception):
 
     def to_record(self, raw: bytes | memoryview | msgspec.Raw, index: int | None = None) -> Rejected:
         """Return the record of this rejection."""
-        return Rejected(self.reason, str(self)[:_MAX_DETAIL], index, bytes(memoryview(raw)[:MAX_RAW_BYTES]))
+        return Rejected(self.reason, str(self)[:_MAX_DETAIL_CHARACTERS], index, bytes(memoryview(raw)[:MAX_RAW_BYTES]))
 
 
 class BatchRejectedError(DecodeRejectedError):

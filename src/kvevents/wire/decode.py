@@ -48,15 +48,15 @@ _HEAD_BYTES: Final = 512
 """Number of bytes to search for a clear: a clear without unknown fields takes less than 100 bytes in every dialect."""
 _TAIL_BYTES: Final = 512
 """Number of bytes to search for a digest: the heartbeat at the end of a part of a snapshot takes less than 200 bytes."""
-_TAG: Final = b"AllBlocksCleared"
-_EVENTS: Final = b"\xa6events"
-_DIGEST: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
+_CLEAR_TAG: Final = b"AllBlocksCleared"
+_EVENTS_KEY: Final = b"\xa6events"
+_DIGEST_PATTERN: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
 
 
 def begins_with_clear(payload: bytes) -> bool:
     """Return whether the first event clears all blocks, as the first event of a snapshot does."""
     head = payload[:_HEAD_BYTES]
-    if _TAG not in head:
+    if _CLEAR_TAG not in head:
         return False
     try:
         events = _events_at(head)
@@ -75,7 +75,7 @@ def begins_with_clear(payload: bytes) -> bool:
 
 def ends_with_digest(payload: bytes) -> bool:
     """Return whether the payload might end with a heartbeat's digest, as each part of a snapshot in several batches does."""
-    return _DIGEST.search(payload, max(0, len(payload) - _TAIL_BYTES)) is not None
+    return _DIGEST_PATTERN.search(payload, max(0, len(payload) - _TAIL_BYTES)) is not None
 
 
 class _ArrayEnvelope(msgspec.Struct, array_like=True, gc=False):
@@ -116,13 +116,13 @@ def _events_at(head: bytes) -> int | None:
     position = 1 + length_bytes(head[0])
     for _ in range(declared_length(memoryview(head))):
         value = skip_value(head, position)
-        if head[position:value] == _EVENTS:
+        if head[position:value] == _EVENTS_KEY:
             return value
         position = skip_value(head, value)
     return None
 
 
-_MASK: Final = (1 << 64) - 1
+_HASH_MASK: Final = (1 << 64) - 1
 
 
 class Decoded(msgspec.Struct, gc=False, eq=False):
@@ -309,7 +309,7 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
             if type(hashes[0]) is bytes:
                 event.block_hashes, event.block_digests = shorten_digests(hashes), hashes
             elif min(hashes) < 0:
-                event.block_hashes = [value & _MASK for value in hashes]
+                event.block_hashes = [value & _HASH_MASK for value in hashes]
         except (TypeError, DecodeRejectedError):  # bytes and integers are mixed, or a digest is too short
             return False
     return kind is BlockRemoved or _normalize_store(event, limits)
@@ -325,6 +325,6 @@ def _normalize_store(event: BlockStored, limits: WireLimits) -> bool:
             return False
         event.parent_block_digest, event.parent_block_hash = parent, int.from_bytes(parent[-8:], "big")
     elif parent is not None and parent < 0:
-        event.parent_block_hash = parent & _MASK
+        event.parent_block_hash = parent & _HASH_MASK
     lists = (keys, event.extra_keys, event.lookahead_token_ids)
     return all(values is None or len(values) <= limits.max_hashes for values in lists)

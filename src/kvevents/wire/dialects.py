@@ -61,13 +61,13 @@ class Dialect(Struct, frozen=True, eq=False):
         return self.name
 
 
-_BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+_BASE_FIELDS: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
 
 # vLLM, vllm/distributed/kv_events.py
 _V0_9_0: Final = Dialect(
-    "vllm", "0.9.0", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
+    "vllm", "0.9.0", stored_fields=_BASE_FIELDS, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
 )
-_TABLE: Final = [_V0_9_0]
+_DIALECTS: Final = [_V0_9_0]
 
 
 def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
@@ -78,7 +78,7 @@ def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **
     changes.setdefault("optional_fields", row.optional_fields | {*stored} if row.event_form == "map" else frozenset())
     removed_fields = row.removed_fields if removed is None else (*row.removed_fields, removed)
     dialect = replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
-    _TABLE.append(dialect)
+    _DIALECTS.append(dialect)
     return dialect
 
 
@@ -88,9 +88,9 @@ _V0_14: Final = _next(_V0_10_2, "0.14.0", "lora_name")
 _V0_17: Final = _next(_V0_14, "0.17.0", "extra_keys")
 _V0_20: Final = _next(_V0_17, "0.20.0", "group_idx", removed="group_idx")
 _V0_22: Final = _next(_V0_20, "0.22.0", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-_OPTIONAL: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
+_OPTIONAL_FIELDS: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
 # One unreleased commit between 0.23 and 0.24 sent the batch itself as a map, and nightly images contain this commit.
-_V_MAP_BATCH: Final = _next(_V0_22, "main@0181ea3173e5", batch_form="map", event_form="map", optional_fields=_OPTIONAL)
+_V_MAP_BATCH: Final = _next(_V0_22, "main@0181ea3173e5", batch_form="map", event_form="map", optional_fields=_OPTIONAL_FIELDS)
 _V0_24: Final = _next(_V_MAP_BATCH, "0.24.0", batch_form="array")
 _V0_26: Final = _next(_V0_24, "0.26.0", "locality", removed="locality", has_replay_topic=True)
 _V0_29: Final = _next(_V0_26, "0.29.0", "ownership", removed="ownership")
@@ -101,13 +101,13 @@ _V0_33: Final = _next(_V0_30, "0.33.0", "lookahead_token_ids")
 _S0_4_6: Final = _next(_V0_9_0, "0.4.6.post5", engine="sglang")
 _S0_4_7: Final = _next(_S0_4_6, "0.4.7", has_rank=True)
 _S0_5_9: Final = _next(_S0_4_7, "0.5.9", "medium", removed="medium")
-_SALTED: Final = ("cache_salt", "session_id")
-_S0_5_20: Final = _next(_S0_5_9, "0.5.20", *_SALTED, event_form="map", optional_fields=frozenset({"medium", *_SALTED}))
+_SALT_NAMES: Final = ("cache_salt", "session_id")
+_S0_5_20: Final = _next(_S0_5_9, "0.5.20", *_SALT_NAMES, event_form="map", optional_fields=frozenset({"medium", *_SALT_NAMES}))
 _S0_5_22: Final = _next(_S0_5_20, "0.5.22", "lora_name", has_replay_topic=True)
 
 NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events`."""
-DECLARED: Final = replace(
+DECLARED_DIALECT: Final = replace(
     _V0_33, stored_fields=(*_V0_33.stored_fields, "cache_salt"), optional_fields=_V0_33.optional_fields | {"cache_salt"}
 )
 """The dialect that sends events as maps, with all fields of `kvevents.events` that any engine has."""
@@ -130,27 +130,27 @@ An event of any other unknown kind might change blocks, so it is rejected, and t
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
 # The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
-_RELEASE: Final = re.compile(
+_RELEASE_PATTERN: Final = re.compile(
     r"v?(\d{1,9}(?:\.\d{1,9})*)(?!\.?\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
     re.IGNORECASE,
 )
-_PHASE: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "": 0, "post": 1}
+_PHASE_ORDER: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1, "": 0, "post": 1}
 
 
 def dialects() -> tuple[Dialect, ...]:
     """Return every row of the table, with the releases of each engine in order."""
-    return tuple(_TABLE)
+    return tuple(_DIALECTS)
 
 
 def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
     """Return the sort key of a release in the order of PEP 440. Text after the first pre- or post-release mark is ignored."""
-    match = _RELEASE.match(release)
+    match = _RELEASE_PATTERN.match(release)
     if match is None:
         return None
     numbers = [int(part) for part in match[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
-    return tuple(numbers), _PHASE[(match[2] or match[3] or "").lower()], int(match[4] or 0)
+    return tuple(numbers), _PHASE_ORDER[(match[2] or match[3] or "").lower()], int(match[4] or 0)
 
 
 @lru_cache(maxsize=256)
@@ -162,9 +162,9 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
 
     Raise `UnknownDialectError` for another engine, an unreadable release, or a release older than the first row.
     """
-    rows = [row for row in _TABLE if row.engine == engine.lower()]
+    rows = [row for row in _DIALECTS if row.engine == engine.lower()]
     if not rows:
-        engines = ", ".join(sorted({row.engine for row in _TABLE}))
+        engines = ", ".join(sorted({row.engine for row in _DIALECTS}))
         raise UnknownDialectError(f"unknown engine {engine!r}; known engines: {engines}")
     if release == "latest":
         return rows[-1]
@@ -226,11 +226,11 @@ def detect_dialect(payload: bytes) -> Dialect | None:
     try:
         if payload and is_map(payload[0]):
             fields = map_items(payload, "the batch", limits.max_fields)
-            rows = [row for row in _TABLE if row.batch_form == "map"]
+            rows = [row for row in _DIALECTS if row.batch_form == "map"]
             events = fields["events"] if fields.keys() >= {"ts", "events"} else NIL
         else:
             parts = array_items(payload, "the batch", limits.max_fields, "not-a-batch")
-            rows = [row for row in _TABLE if row.batch_form == "array" and len(parts) == 2 + row.has_rank]
+            rows = [row for row in _DIALECTS if row.batch_form == "array" and len(parts) == 2 + row.has_rank]
             events = parts[1] if len(parts) > 1 else NIL
         shapes: set[_EventShape] = set()
         for raw in array_items(events, "the list of events", limits.max_events, "too-many-events"):

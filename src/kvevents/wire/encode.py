@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEvent, KVEventBatch
-from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, DECLARED, DEFAULT_DIALECT, Dialect
+from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, DECLARED_DIALECT, DEFAULT_DIALECT, Dialect
 
 
 def _to_builtin(value: Any) -> Any:
@@ -24,9 +24,9 @@ def _to_builtin(value: Any) -> Any:
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
-_SIGN: Final = 1 << 63
-_MODULUS: Final = 1 << 64
-_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_SIGN_BIT: Final = 1 << 63
+_HASH_MODULUS: Final = 1 << 64
+_EVENT_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
 """Fields of kvevents that no engine has; kvevents sends them in every dialect with events as maps."""
@@ -102,7 +102,7 @@ def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
     # Whether the type is of kvevents or `kvevents.compat`; users' own types may derive from these types.
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
-    if not is_event or tag not in _TAGS:
+    if not is_event or tag not in _EVENT_TAGS:
         return _return_unchanged
     wire_type = _wire_type(tag, dialect)
     names = wire_type.__struct_fields__
@@ -120,7 +120,7 @@ def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
     if not dialect.is_lossless:
         return convert
     other_names = [name for name in kind.__struct_fields__ if name not in {*names, "heartbeat"}]
-    fall_back = _converter(kind, replace(DECLARED, has_signed_hashes=dialect.has_signed_hashes), keeps_hashes)
+    fall_back = _converter(kind, replace(DECLARED_DIALECT, has_signed_hashes=dialect.has_signed_hashes), keeps_hashes)
     is_fast = kind is BlockStored and names == ARRAY_STORED and keeps_hashes
     return _stored_converter(convert_completely) if is_fast else convert_completely
 
@@ -175,8 +175,8 @@ def _read_field(event: Any, name: str, convert_hash: _Converter) -> Any:
 
 
 def _wire_hash(is_signed: bool, value: Any) -> Any:
-    least = -_SIGN if is_signed else 0
-    return (value - least) % _MODULUS + least if isinstance(value, int) else value
+    least = -_SIGN_BIT if is_signed else 0
+    return (value - least) % _HASH_MODULUS + least if isinstance(value, int) else value
 
 
 def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
@@ -207,13 +207,13 @@ def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Di
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
     """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
     names_by_tag = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}
-    fields = [_field(name, dialect) for name in names_by_tag.get(tag, ())]
+    fields = [_wire_field(name, dialect) for name in names_by_tag.get(tag, ())]
     return msgspec.defstruct(
         f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.event_form == "array", omit_defaults=True, gc=False
     )
 
 
-def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any]:
+def _wire_field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any]:
     # Positional structs need defaults only after required fields. msgspec sends a default from a factory and omits a plain one.
     if name in dialect.optional_fields:
         return (name, Any, None)
@@ -240,7 +240,7 @@ def scope_of(event: AllBlocksCleared) -> dict[str, Any]:
     fields = event.unknown_fields or {}
     medium, group = fields.get("medium"), fields.get("group_idx")
     scope: dict[str, Any] = {"medium": medium} if isinstance(medium, str) else {}
-    return scope | ({"group_idx": (group + _SIGN) % _MODULUS - _SIGN} if type(group) is int else {})
+    return scope | ({"group_idx": (group + _SIGN_BIT) % _HASH_MODULUS - _SIGN_BIT} if type(group) is int else {})
 
 
 def _event_fields(event: KVEvent) -> Any:

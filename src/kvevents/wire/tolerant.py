@@ -48,7 +48,7 @@ _MAX_FAST_EVENT_BYTES: Final = 4_096
 """Size up to which an event is given to the fast decoder, which does not check lengths before it allocates."""
 _FAST_STEPS: Final = 2
 _SLOW_STEPS: Final = 10
-_MASK: Final = (1 << 64) - 1
+_HASH_MASK: Final = (1 << 64) - 1
 MIN_DIGEST_BYTES: Final = 8
 INTERNAL_FIELDS: Final = {"unknown_fields", "block_digests", "parent_block_digest"}
 """Fields of `kvevents.events` that no engine sends."""
@@ -170,7 +170,7 @@ def _read_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> K
     tag, fields = _read_event_fields(raw, limits)
     if tag in NEUTRAL_KINDS:
         return None
-    build = _BUILDERS.get(tag)
+    build = _EVENT_BUILDERS.get(tag)
     if build is None:
         raise DecodeRejectedError("unknown-tag", f"event type {tag[:64]!r}")
     event = build(FieldReader(fields, limits, budget))
@@ -217,11 +217,11 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
         if wire_name in fields:
             fields[field] = fields.pop(wire_name)
     values = {name: raw for name, raw in fields.items() if not is_nil(raw)}
-    return {"token_ids": _EMPTY, "block_size": _ZERO, **values} if kind == "BlockStored" else values
+    return {"token_ids": _EMPTY_ARRAY, "block_size": _RAW_ZERO, **values} if kind == "BlockStored" else values
 
 
-_EMPTY: Final = msgspec.Raw(b"\x90")
-_ZERO: Final = msgspec.Raw(b"\x00")
+_EMPTY_ARRAY: Final = msgspec.Raw(b"\x90")
+_RAW_ZERO: Final = msgspec.Raw(b"\x00")
 _MOONCAKE_TAGS: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
 _MOONCAKE_NAMES: Final = {"seq_hashes": "block_hashes", "parent_hash": "parent_block_hash", "additional_salt": "cache_salt"}
 _ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, "AllBlocksCleared": ARRAY_CLEARED}
@@ -271,7 +271,7 @@ def _build_removed(fields: FieldReader) -> BlockRemoved:
     )
 
 
-_BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
+_EVENT_BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
     "BlockStored": _build_stored,
     "BlockRemoved": _build_removed,
     "AllBlocksCleared": lambda fields: AllBlocksCleared(fields.read_unknown_fields()),
@@ -314,7 +314,7 @@ class FieldReader:
         try:
             if not values or min(values) >= 0:
                 return values, None
-            return [value & _MASK for value in values], None
+            return [value & _HASH_MASK for value in values], None
         except TypeError:  # some or all hashes are bytes
             if {*map(type, values)} == {bytes}:
                 return shorten_digests(values), values
@@ -370,7 +370,7 @@ class FieldReader:
         if self._take_optional("block_keys") is None:
             return None
         self._check_count("block_keys")
-        return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
+        return [key & _HASH_MASK for key in self._read("block_keys", _INTEGERS)]
 
     def read_heartbeat(self) -> Heartbeat | None:
         """Return a heartbeat of kvevents. Any other value of the field `heartbeat` stays an unknown field."""
@@ -437,7 +437,7 @@ def shorten_digests(digests: list[Any]) -> list[int]:
 
 def _unsigned_hash(name: str, value: int | bytes) -> int:
     if type(value) is int:
-        return value & _MASK
+        return value & _HASH_MASK
     if len(value) < MIN_DIGEST_BYTES:  # type: ignore[arg-type]
         raise DecodeRejectedError("bad-field", f"{name} holds a digest of less than {MIN_DIGEST_BYTES} bytes")
     return int.from_bytes(value[-8:], "big")  # type: ignore[index]
@@ -450,7 +450,7 @@ def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
         digits = "".join(values)
         if digits.isascii() and digits.isdigit() and min(map(len, values)) > 0 and max(map(len, values)) <= _MAX_DIGITS:
             tokens = list(map(int, values))
-            if max(tokens) <= _MASK:
+            if max(tokens) <= _HASH_MASK:
                 return tokens
     budget.take_steps((len(values) - [*map(type, values)].count(int)) // 3)
     return [value if type(value) is int else _read_token(value) for value in values]
@@ -463,4 +463,4 @@ def _read_token(value: float | str | tuple[int, int] | None) -> TokenId:
     if _IS_DIGEST(value):
         return value.lower()
     is_number = value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS
-    return int(value) if is_number and int(value) <= _MASK else -1
+    return int(value) if is_number and int(value) <= _HASH_MASK else -1

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvevents.errors import MissingDependencyError
 from kvevents.native_module import require_native
 
-FRAMES: Final = 3
+FRAMES_PER_MESSAGE: Final = 3
 """Number of frames of a message: topic, number, payload."""
 
 

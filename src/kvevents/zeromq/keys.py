@@ -98,12 +98,12 @@ def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tup
         if path.exists() and not replace:
             raise ConfigError(f"{path} exists, and a replaced key is lost; choose another name, or give --force to replace it")
     # The secret key is written first, because a public key is useless without it.
-    _write(secret, _PAIR_FILE.format(comment=comment, name=base.name, pair=pair), 0o600, replace=replace)
-    _write(public, _PUBLIC_FILE.format(comment=comment, name=base.name, pair=pair), 0o644, replace=replace)
+    _write_file(secret, _PAIR_FILE_TEXT.format(comment=comment, name=base.name, pair=pair), 0o600, replace=replace)
+    _write_file(public, _PUBLIC_FILE_TEXT.format(comment=comment, name=base.name, pair=pair), 0o644, replace=replace)
     return public, secret
 
 
-_PUBLIC_FILE: Final = """\
+_PUBLIC_FILE_TEXT: Final = """\
 #   CURVE public key of {name}. {comment}
 #   Give it to the operators of peers of {name}, in a way that protects it from being exchanged.
 
@@ -112,7 +112,7 @@ metadata
 curve
     public-key = "{pair.public}"
 """
-_PAIR_FILE: Final = """\
+_PAIR_FILE_TEXT: Final = """\
 #   CURVE secret key of {name}. {comment}
 #   Every user that can read this file can impersonate {name}: keep it where it is used, and readable by its owner only.
 
@@ -143,7 +143,7 @@ def _read_file(path: Path) -> tuple[str, os.stat_result]:
     return content.decode(errors="replace"), status
 
 
-def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
+def _write_file(path: Path, text: str, mode: int, *, replace: bool) -> None:
     """Write the file completely or not at all. The file's mode never allows more than `mode`, not even during the write."""
     target = path.with_name(path.name + ".new") if replace else path
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)

@@ -20,7 +20,7 @@ from kvevents.zeromq.zap import SocketSecurity
 
 Socket = zmq.Socket[bytes]
 
-_HINTS: Final = {
+_ERROR_HINTS: Final = {
     errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
     errno.EADDRNOTAVAIL: "this host has no such address; bind tcp://*:PORT, or connect instead (bind=False in Python)",
     errno.EACCES: "no permission; choose a port above 1023 or a path that can be written",
@@ -48,7 +48,7 @@ def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
     except (zmq.ZMQError, OSError) as error:
         number = error.errno
         reason = zmq.strerror(number) if number is not None else str(error)
-        hint = _HINTS.get(number or 0, "expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+        hint = _ERROR_HINTS.get(number or 0, "expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
         raise SocketError(number or 0, f"{failure}: {reason}; {hint}", endpoint=endpoint) from error
 
 
@@ -230,10 +230,10 @@ def raise_descriptor_limit(maximum: int = 1 << 20) -> int:
 MAX_REQUEST_BYTES: Final = 64 * 1024
 """Maximum size in bytes of a message from a peer of a publisher. Subscriptions and replay requests have tens of bytes; a larger
 message ends the connection before it takes memory."""
-KEEPALIVE: Final = (30, 10, 3)
+KEEPALIVE_OPTIONS: Final = (30, 10, 3)
 """TCP keepalive: idle seconds, seconds between probes, number of probes. A vanished consumer is noticed within a minute. ZMTP
 heartbeats would be faster, but they need ZMTP 3.1, and a consumer may have an older version."""
-FLUSH_GRACE: Final = 0.1
+MIN_FLUSH_SECONDS: Final = 0.1
 """Minimum number of seconds that ZeroMQ has to flush a closed socket, even after the deadline."""
 
 _RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
@@ -246,7 +246,7 @@ def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity |
     try:
         socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = KEEPALIVE
+        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = KEEPALIVE_OPTIONS
         if needs_ipv6(endpoint):
             socket.ipv6 = True
         if security is not None:
@@ -260,10 +260,10 @@ def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity |
 def close_socket(socket: Socket, deadline: float | None) -> float:
     """Close a socket, which ZeroMQ flushes in the background until `deadline` (monotonic seconds); None drops its messages.
 
-    Returns the time at which ZeroMQ stops flushing; at least `FLUSH_GRACE` remains if there is a deadline.
+    Returns the time at which ZeroMQ stops flushing; at least `MIN_FLUSH_SECONDS` remains if there is a deadline.
     """
     now = monotonic()
-    linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
+    linger = 0.0 if deadline is None else max(deadline - now, MIN_FLUSH_SECONDS)
     with suppress(zmq.ZMQError):  # the context was terminated, so its `inproc://` names are free
         endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
         if endpoint.startswith("inproc://"):

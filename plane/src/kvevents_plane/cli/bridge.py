@@ -122,11 +122,11 @@ def run(args: Namespace) -> int:
         log.warning("all users of this machine can read a login in --nats; use --creds, --nkey, or [plane] of --config")
     configure_threads()
     with StopSignal() as stop, trimming_memory():
-        asyncio.run(_main(config, args.config, stop))
+        asyncio.run(_run_bridge(config, args.config, stop))
     return ExitCode.OK
 
 
-async def _main(config: BridgeCommandSettings, watched_file: Path | None, stop: StopSignal) -> None:
+async def _run_bridge(config: BridgeCommandSettings, watched_file: Path | None, stop: StopSignal) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     stop.on_signal(lambda: loop.call_soon_threadsafe(stopped.set))
     process, operators = BridgeProcess(config, watched_file), config.bridge
@@ -297,7 +297,7 @@ def encode_registration(registration: Registration) -> bytes:
 
 # --- metrics
 
-_TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
+_TRUST_STATES: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 
 
 def _samples_by_partition(read: Callable[[PartitionWriter], float]) -> Callable[[BridgeProcess], Samples]:
@@ -342,6 +342,6 @@ _METRICS: Final[MetricTable[BridgeProcess]] = {
     ),
     "streams": (
         "Followed streams by trust state.",
-        lambda p: samples_by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts()),
+        lambda p: samples_by_label("state", dict.fromkeys(_TRUST_STATES, 0) | p.count_trusts()),
     ),
 }

@@ -47,15 +47,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the current state of the plane. Return `ExitCode.FAILED` if the plane has a fault."""
     given: SettingsValues[PlaneSettings] = args.settings.read(args)
-    view = asyncio.run(_read(given.settings()))
+    view = asyncio.run(_read_view(given.settings()))
     console = Console()
     record = msgspec.to_builtins(view) | {"exact_seconds": view.exact_seconds, "faults": view.faults}
     if not write_record(record, args.output, console):
-        _print(console, view)
+        _print_view(console, view)
     return ExitCode.FAILED if view.faults else ExitCode.OK
 
 
-async def _read(settings: PlaneSettings) -> PlaneView:
+async def _read_view(settings: PlaneSettings) -> PlaneView:
     async with open_client(settings, name="kvevents plane status") as client:
         await require_jetstream(client)
         layout = await find_plane(client.jetstream(), settings.name)
@@ -67,7 +67,7 @@ async def _read(settings: PlaneSettings) -> PlaneView:
         return await inspect_plane(client.jetstream(), layout)
 
 
-def _print(console: Console, view: PlaneView) -> None:
+def _print_view(console: Console, view: PlaneView) -> None:
     now = time.time()
     console.line(Span(f"plane {view.name}", "name"))
     for partition in view.partitions:

@@ -33,15 +33,15 @@ CHECK_SECONDS: Final = 0.05
 """Seconds between two checks of the partition readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
 """Maximum number of bytes in received pages that wait to be applied. Above this size, reading pauses."""
-TAKE_SECONDS: Final = 60.0
+SNAPSHOT_SECONDS: Final = 60.0
 """Timeout in seconds for the follower's thread to write a snapshot to the disk."""
-MAX_LOADS: Final = 4
+MAX_SNAPSHOT_LOADS: Final = 4
 """Maximum number of snapshots that are loaded at the same time."""
 MISSING_PAGES_SECONDS: Final = 1.0
 """Seconds between two searches for a snapshot that contains a partition's missing pages."""
-FULL_SECONDS: Final = 10.0
+FULL_FOLDER_SECONDS: Final = 10.0
 """Seconds until the next attempt to read a snapshot that did not fit into the temporary folder."""
-BLOCKED_SECONDS: Final = 5.0
+MAX_BLOCKED_SECONDS: Final = 5.0
 """If a partition cannot be read for this many seconds, queries are answered without it."""
 
 
@@ -80,7 +80,7 @@ class IndexBuild:
         self._limits: Final = limits
         self._layout: Final = layout
         self._snapshots: Final = snapshots
-        self._loads: Final = asyncio.Semaphore(MAX_LOADS)
+        self._loads: Final = asyncio.Semaphore(MAX_SNAPSHOT_LOADS)
         self._tasks: Final = dict[int, asyncio.Task[None]]()
         self._readers: Final = dict[int, PartitionReader]()
         self._faults: Final = dict[int, str]()
@@ -131,8 +131,8 @@ class IndexBuild:
 
     @property
     def is_usable(self) -> bool:
-        """Whether queries can be answered: a partition is complete, and all others have had faults for `BLOCKED_SECONDS`."""
-        limit = time.monotonic() - BLOCKED_SECONDS
+        """Whether queries can be answered: a partition is complete, and all others had faults for `MAX_BLOCKED_SECONDS`."""
+        limit = time.monotonic() - MAX_BLOCKED_SECONDS
         others = set(range(self._layout.partitions)) - self.complete
         return bool(self.complete) and all(self._blocked_since.get(partition, limit) < limit for partition in others)
 
@@ -168,7 +168,7 @@ class IndexBuild:
                     log.warning("%s", error)
                 self._faults[partition] = str(error)
                 if error.fault == "full":  # a pause, because each attempt transfers the snapshot again
-                    await asyncio.sleep(FULL_SECONDS)
+                    await asyncio.sleep(FULL_FOLDER_SECONDS)
             await asyncio.sleep(self._limits.retry_seconds)
 
     async def _begin(self, partition: int) -> PartitionState:
@@ -337,14 +337,14 @@ class IndexBuild:
     async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
         """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
 
-        Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
+        Raises `SnapshotError`, and `TimeoutError` after `SNAPSHOT_SECONDS`.
         """
         subscriber = self.subscriber
         # The follower's thread writes it, so that the degraded reasons and the index are from the same moment.
         pending = self._submit(
             lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
         )
-        async with asyncio.timeout(TAKE_SECONDS):
+        async with asyncio.timeout(SNAPSHOT_SECONDS):
             taken = await pending
         # Another thread counts the blocks: the follower's thread has no time to read every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)

@@ -98,9 +98,9 @@ class Replica:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of this replica."""
-        yield from families("kvevents_plane_", _REPLICA, self)
+        yield from families("kvevents_plane_", _REPLICA_METRICS, self)
         if self.build is not None:
-            yield from families("kvevents_plane_", _BUILD, self.build)
+            yield from families("kvevents_plane_", _BUILD_METRICS, self.build)
 
     # --- lifecycle
 
@@ -237,7 +237,7 @@ class Replica:
 
 # --- metrics, of which the only label is `partition`
 
-_REPLICA: Final[MetricTable[Replica]] = {
+_REPLICA_METRICS: Final[MetricTable[Replica]] = {
     "synced": ("1 while all partitions of the log were read to their ends.", lambda r: r.is_complete),
     "readable": ("1 while the replica can read the log.", lambda r: not r.fault),
     "snapshot_failed": ("1 while the replica's last attempt to take a snapshot failed.", lambda r: bool(r.snapshotter.fault)),
@@ -259,7 +259,7 @@ def _samples_by_partition(read: Callable[[PartitionProgress], float | None]) -> 
     )
 
 
-_BUILD: Final[MetricTable[IndexBuild]] = {
+_BUILD_METRICS: Final[MetricTable[IndexBuild]] = {
     "invalid_records_total": (
         "Records and messages in the log that no bridge writes; stays at 0.",
         _sum_partitions(lambda s: s.invalid_records + s.foreign_messages),

@@ -13,7 +13,7 @@ from kvevents.service.settings import ServiceSettings
 from kvevents.settings import Name, build_decoder_now
 from kvevents_plane.settings import PlaneSettings
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @build_decoder_now
@@ -37,7 +37,7 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
             )
         if self.state_dir is not None:
             raise ConfigError("a replica needs no state_dir, because it restores its index from the plane: remove state_dir")
-        if self.replica is not None and not _NAME.fullmatch(self.replica):
+        if self.replica is not None and not _NAME_PATTERN.fullmatch(self.replica):
             raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
 
 
