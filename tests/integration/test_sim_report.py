@@ -156,7 +156,7 @@ def find_best(comparison: Comparison, title: str) -> list[str]:
     """Return the policies that are marked as the best in a column."""
     at = [column.title for column in COLUMNS].index(title)
     lines = zip(comparison.policies, cells(comparison), strict=True)
-    return [one.policy for one, line in lines if line[at].best]
+    return [one.policy for one, line in lines if line[at].is_best]
 
 
 def test_the_best_of_each_column_is_marked_if_there_is_one() -> None:

@@ -85,9 +85,9 @@ class FaultyConnection:
         self._inner = inner
         self._label = label
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         self._transport.raise_if_failing("read", self._label)
-        return self._inner.read_into(stream, now, limit)
+        return self._inner.feed_stream(stream, now, limit)
 
     @property
     def fault(self) -> str:

@@ -330,7 +330,7 @@ class Reader:
         signalled = self._transport.wait(0 if self._more else 0.005)
         now = self._clock()
         if self._more or self.connection in signalled or (due is not None and due <= now):
-            self._more = self.connection.read_into(self.recorder, now, self._limit)
+            self._more = self.connection.feed_stream(self.recorder, now, self._limit)
 
     def now(self) -> None:
         """Read once, whether or not there was a signal, because another reader may have consumed it."""

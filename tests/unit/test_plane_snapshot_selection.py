@@ -97,8 +97,8 @@ def test_a_snapshot_is_saved_even_if_the_servers_do_not_delete_the_old_ones(
     async def state(*_: object) -> Any:
         return SimpleNamespace(stream_id="another")
 
-    monkeypatch.setattr(Snapshots, "_entry", entry)
-    monkeypatch.setattr(Snapshots, "_put", do_nothing)
+    monkeypatch.setattr(Snapshots, "_read_entry", entry)
+    monkeypatch.setattr(Snapshots, "_put_objects", do_nothing)
     monkeypatch.setattr(Snapshots, "_publish_list", do_nothing)
     monkeypatch.setattr(snapshots, "partition_info", state)
     path = tmp_path / "index"

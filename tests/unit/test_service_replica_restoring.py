@@ -61,7 +61,7 @@ async def begin_partition(monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapsh
 
     begun = asyncio.Event()
     monkeypatch.setattr(index_build, "partition_info", partition_info)
-    monkeypatch.setattr(IndexBuild, "_read", read)
+    monkeypatch.setattr(IndexBuild, "_read_partition", read)
     monkeypatch.setattr(IndexBuild, "_find_reset", find_reset)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]

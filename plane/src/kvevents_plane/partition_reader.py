@@ -101,7 +101,7 @@ class PartitionReader:
     """Whether the partition is being read again because of a dispute. If so, disputed pages do not end `run`."""
     fault = ""
     """Why the partition cannot be read at the moment; empty if it can."""
-    _void = 0
+    _void_position = 0
     """Position of a page that must be ignored because of a dispute."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - parameters for the source, the position and the sink
@@ -253,7 +253,7 @@ class PartitionReader:
         log.warning(
             "page %d of partition %d is void: its writer expected other pages before it", dispute.position, self._partition
         )
-        self._dispute, self._void = None, dispute.position
+        self._dispute, self._void_position = None, dispute.position
         return None
 
     async def _has_page_of(self, tail: Tail, info: PartitionInfo) -> bool:
@@ -269,14 +269,14 @@ class PartitionReader:
         """Make the message the tail and return True. Return False if the message is disputed."""
         history = EMPTY_HISTORY if message.begins_history else self.tail.history
         expected = None if message.history == NEW_HISTORY_MARK else message.history
-        if expected and history is not None and expected != history.hex() and message.position != self._void:
+        if expected and history is not None and expected != history.hex() and message.position != self._void_position:
             self._dispute = message
             self._interrupted.set()
             return False
         self.tail = Tail(message.position, message.name, None if history is None else extend_history(history, message.name))
         return True
 
-    def _pass_on(self) -> None:
+    def _pass_messages_on(self) -> None:
         received, self._received = self._received, []
         if not received:
             return
@@ -324,7 +324,7 @@ class PartitionReader:
                 return False
             self._foreign_pages += 1
             self._received.append(message)
-            self._pass_on()
+            self._pass_messages_on()
             if self._failure is not None:
                 raise self._failure
             self._skip_known()
@@ -455,10 +455,10 @@ class PartitionReader:
         if not pending:
             self._note_end()
         if is_known:
-            self._pass_on()
+            self._pass_messages_on()
         elif len(self._received) == 1:
             # One call passes on all pages that have already arrived.
-            asyncio.get_running_loop().call_soon(self._pass_on)
+            asyncio.get_running_loop().call_soon(self._pass_messages_on)
 
     async def _on_status(self, message: Msg, status: str) -> None:
         headers = message.headers or {}

@@ -290,13 +290,13 @@ class PartitionWriter:
                     await self._reader.checked.wait()
                     continue
                 if self._sent is not None and self._sent.answer.done():
-                    await self._finish(self._sent)
-                elif self._sent is not None or not self._send():
+                    await self._finish_page(self._sent)
+                elif self._sent is not None or not self._send_page():
                     await self._wait_for_work()
         finally:
             self._end_page()
 
-    def _send(self) -> bool:
+    def _send_page(self) -> bool:
         """Send the next page; return False if nothing is due."""
         builder = self.builder
         page = builder.build(asyncio.get_running_loop().time())
@@ -342,7 +342,7 @@ class PartitionWriter:
         if acknowledged.seq != expected + 1:
             raise PlaneError(f"partition {self.partition} already has the page", fault="conflict")
 
-    async def _finish(self, sent: _SentPage) -> None:
+    async def _finish_page(self, sent: _SentPage) -> None:
         """Handle the result of the page in flight."""
         self._sent = None
         try:

@@ -173,7 +173,7 @@ class Snapshots:
 
     async def list_valid(self, partition: int) -> list[SnapshotInfo]:
         """Return the valid snapshots of a partition, the newest first."""
-        snapshots, _ = await self._entry(partition)
+        snapshots, _ = await self._read_entry(partition)
         self._note_newest(partition, snapshots)
         return snapshots
 
@@ -202,7 +202,7 @@ class Snapshots:
         if self._newest.get(partition, ("", 0.0))[0] != name:
             self._newest[partition] = name, self._clock()
 
-    async def _entry(self, partition: int) -> tuple[list[SnapshotInfo], int]:
+    async def _read_entry(self, partition: int) -> tuple[list[SnapshotInfo], int]:
         """Return the valid snapshots, and the revision of the entry that lists them (0 if the entry does not exist)."""
         try:
             with map_errors(f"reading the list of snapshots of partition {partition}"):
@@ -255,7 +255,7 @@ class Snapshots:
                 body = await self.load_body(snapshot)
                 state, degraded_reasons = body.decode(snapshot)
                 with path.open("wb") as file:
-                    await self._get(f"{snapshot.name}.index", file)
+                    await self._get_object(f"{snapshot.name}.index", file)
             await asyncio.to_thread(_merge_index, index, path, body, snapshot.name)
         return state, degraded_reasons
 
@@ -263,7 +263,7 @@ class Snapshots:
         """Read the part of a snapshot that is not the index. Raises `SnapshotError` for a damaged snapshot."""
         with map_errors(f"reading the streams of snapshot {snapshot.name}"):
             async with asyncio.timeout(BODY_SECONDS):
-                encoded = await self._get(f"{snapshot.name}.streams")
+                encoded = await self._get_object(f"{snapshot.name}.streams")
         try:
             return msgspec.msgpack.decode(encoded, type=SnapshotBody)
         except msgspec.MsgspecError as error:
@@ -271,7 +271,7 @@ class Snapshots:
                 f"cannot read the streams of snapshot {snapshot.name}: {error}; use another snapshot"
             ) from error
 
-    async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
+    async def _get_object(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
         """Return an object's bytes. If `writeinto` is given, write them to that file and return b"".
 
         Raises `SnapshotError` for a damaged object. An object with a missing chunk is recognised first, because nats-py would
@@ -301,7 +301,7 @@ class Snapshots:
         """
         partition = body.partition
         name = f"{partition}-{secrets.token_hex(8)}"
-        before, revision = await self._entry(partition)
+        before, revision = await self._read_entry(partition)
         size = await asyncio.to_thread(os.path.getsize, path)
         position, page, history = PartitionState.decode(body.state).tail
         snapshot = SnapshotInfo(
@@ -314,14 +314,14 @@ class Snapshots:
         with map_errors(f"writing snapshot {name}"):
             async with asyncio.timeout(TRANSFER_SECONDS):
                 try:
-                    await self._put(snapshot, body, path)
+                    await self._put_objects(snapshot, body, path)
                 except PlaneError as error:
                     if error.fault != "full" or not before:
                         raise
                     log.warning("%s; deleting the older snapshot of partition %d", error, partition)
                     await self._purge(before[0])
-                    await self._delete(set().union(*(replaced.objects for replaced in before[1:])))
-                    await self._put(snapshot, body, path)
+                    await self._delete_objects(set().union(*(replaced.objects for replaced in before[1:])))
+                    await self._put_objects(snapshot, body, path)
                 await self._publish_list(valid, revision)
         self._note_newest(partition, valid)
         try:
@@ -335,7 +335,7 @@ class Snapshots:
             )
         return snapshot
 
-    async def _put(self, snapshot: SnapshotInfo, body: SnapshotBody, path: Path) -> None:
+    async def _put_objects(self, snapshot: SnapshotInfo, body: SnapshotBody, path: Path) -> None:
         with map_errors(f"writing snapshot {snapshot.name}"):
             store = await self._js.object_store(self._layout.snapshots)
             chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the context does not expose its client
@@ -367,12 +367,12 @@ class Snapshots:
             with suppress(PlaneError):
                 await self._purge(oldest)
         with suppress(PlaneError), map_errors("deleting old snapshots"):
-            await self._delete(set().union(*(snapshot.objects for snapshot in replaced)))
+            await self._delete_objects(set().union(*(snapshot.objects for snapshot in replaced)))
             if self._clock() - self._swept_at > SWEEP_SECONDS:
                 self._swept_at = self._clock()
                 await self._sweep()
 
-    async def _delete(self, names: Iterable[str]) -> None:
+    async def _delete_objects(self, names: Iterable[str]) -> None:
         store = await self._js.object_store(self._layout.snapshots)
         for name in sorted(names):
             with suppress(Exception):  # another process has already deleted the object

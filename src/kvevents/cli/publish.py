@@ -82,7 +82,7 @@ class LinePublisher:
         """Publish the batches of valid lines; print a note about each invalid line."""
         due = time.monotonic()
         for number, line in enumerate(file, 1):
-            batch = self._read(number, line)
+            batch = self._read_line(number, line)
             if batch is None:
                 continue
             time.sleep(max(0.0, due - time.monotonic()))
@@ -94,7 +94,7 @@ class LinePublisher:
                     time.sleep(0.02)
         self.finished = True
 
-    def _read(self, number: int, line: bytes) -> KVEventBatch | None:
+    def _read_line(self, number: int, line: bytes) -> KVEventBatch | None:
         try:
             batch = batch_of(line)
             if batch is not None:

@@ -166,7 +166,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table of policies, and a conclusion."""
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
-    spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.best else "plain") for c in figures)] for n, *figures in lines]
+    spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.is_best else "plain") for c in cells)] for n, *cells in lines]
     console.lines(format_table([cell.text for cell in head], spans, {"policy"}))
     console.line(summary(comparison))
 

@@ -99,10 +99,10 @@ def run(args: Namespace) -> int:
     return ExitCode.FAILED if report_disagreements(live.policies, console) else ExitCode.OK
 
 
-def note_delay(behind: float, console: Console) -> None:
-    """Print a note if the fleet was more than a second behind the clock (`behind`, in seconds), which makes results worse."""
-    if behind > 1.0:
-        advice = f"the fleet was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
+def note_delay(delay: float, console: Console) -> None:
+    """Print a note if the fleet was more than a second behind the clock (`delay`, in seconds), which makes results worse."""
+    if delay > 1.0:
+        advice = f"the fleet was up to {delay:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 

@@ -82,12 +82,12 @@ class Poller:
         ready = self._client.ready()
         stats = self._client.get("/v1/stats", StatsAnswer)
         answer = self._client.get("/v1/sources", PolledSources)
-        at, former, sources, lookups = time.time(), self._previous, answer.sources, None
-        if former is not None and former.stats is not None and at > former.at:
-            seconds, batches = at - former.at, {source.key: source.batches for source in former.sources}
+        at, previous, sources, lookups = time.time(), self._previous, answer.sources, None
+        if previous is not None and previous.stats is not None and at > previous.at:
+            seconds, batches = at - previous.at, {source.key: source.batches for source in previous.sources}
             rates = (_rate_of(batches.get(source.key), source.batches, seconds) for source in sources)
             sources = [msgspec.structs.replace(source, rate=rate) for source, rate in zip(sources, rates, strict=True)]
-            lookups = _rate_of(former.stats.lookups, stats.lookups, seconds)
+            lookups = _rate_of(previous.stats.lookups, stats.lookups, seconds)
         self._failing_since = None
         self._previous = PollResult(
             at=at,
@@ -110,6 +110,6 @@ class Poller:
             return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
 
 
-def _rate_of(former: int | None, now: int, seconds: float) -> float | None:
+def _rate_of(previous: int | None, current: int, seconds: float) -> float | None:
     """Return the rate per second at which a counter grew; None without a former value, or if the counter has restarted."""
-    return None if former is None or now < former else (now - former) / seconds
+    return None if previous is None or current < previous else (current - previous) / seconds

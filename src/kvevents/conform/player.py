@@ -146,7 +146,7 @@ class Player:
         getattr(self._engines[step.engine], type(step).__name__.lower())()
 
     @_perform.register
-    def _register(self, step: steps.Register) -> None:
+    def _register_engine(self, step: steps.Register) -> None:
         registration = registration_of(step, self._scenario, self._engines)
         try:
             self._target.register(registration)
@@ -158,28 +158,28 @@ class Player:
             self._await_subscriber(steps.AwaitSubscriber(step.engine))
 
     @_perform.register
-    def _restart(self, step: Restart) -> None:
+    def _restart_engine(self, step: Restart) -> None:
         with self._target.engine_restarting(self._scenario.worker(step.engine)):
             self._engines[step.engine].restart()
 
     @_perform.register
-    def _unregister(self, step: steps.Unregister) -> None:
+    def _unregister_engine(self, step: steps.Unregister) -> None:
         self._target.unregister(self._registered.pop(step.engine))
 
     @_perform.register
-    def _publish(self, step: steps.Publish) -> None:
+    def _publish_batches(self, step: steps.Publish) -> None:
         self._engines[step.engine].publish(step.times, lost=step.lost)
 
     @_perform.register
-    def _store(self, step: Store) -> None:
+    def _store_blocks(self, step: Store) -> None:
         self._engines[step.engine].publish(step.blocks[1], lost=step.lost)
 
     @_perform.register
-    def _resend(self, step: steps.Resend) -> None:
+    def _resend_batch(self, step: steps.Resend) -> None:
         self._engines[step.engine].resend(step.seq)
 
     @_perform.register
-    def _send(self, step: steps.Send) -> None:
+    def _send_frames(self, step: steps.Send) -> None:
         self._engines[step.engine].tape.send_raw([bytes.fromhex(frame) for frame in step.frames])
 
     @_perform.register
@@ -188,21 +188,21 @@ class Player:
             self._notes.append(f"no subscription to {step.engine} within {self._scenario.subscribe:g} s")
 
     @_perform.register
-    def _disturb(self, step: Stall | HalfOpen | steps.Heal) -> None:
+    def _disturb_network(self, step: Stall | HalfOpen | steps.Heal) -> None:
         for proxy in self._engines[step.engine].proxies:
             {Stall: proxy.stall, HalfOpen: proxy.half_open, steps.Heal: proxy.heal}[type(step)]()
 
     @_perform.register
-    def _stop(self, step: steps.Stop) -> None:
+    def _stop_engine(self, step: steps.Stop) -> None:
         self._engines[step.engine].stop()
         self._target.engine_stopped(self._scenario.worker(step.engine))
 
     @_perform.register
-    def _kill(self, _: steps.Kill) -> None:
+    def _kill_target(self, _: steps.Kill) -> None:
         self._target.kill()
 
     @_perform.register
-    def _start(self, _: steps.Start) -> None:
+    def _start_target(self, _: steps.Start) -> None:
         self._target.start(list(self._registered.values()))
 
     @_perform.register
@@ -210,12 +210,12 @@ class Player:
         time.sleep(step.seconds)
 
     @_perform.register
-    def _settle(self, step: steps.Settle) -> None:
+    def _await_right_answers(self, step: steps.Settle) -> None:
         workers = [self._scenario.worker(name) for name in self._engines]
         self._query_until_stable(Check(step.within, step.queries, may_report=workers))
 
     @_perform.register
-    def _check(self, step: steps.Check) -> None:
+    def _check_answers(self, step: steps.Check) -> None:
         self.outcomes.append(self._query_until_stable(step))
 
     def _query_until_stable(self, check: Check) -> ScenarioOutcome:

@@ -132,7 +132,7 @@ class PublisherPlayer:
         return self._publisher.program
 
     @perform.register
-    def _feed(self, step: steps.FeedBatches) -> None:
+    def _feed_batches(self, step: steps.FeedBatches) -> None:
         macros = Macros(Forms(), BLOCK_SIZE, ScenarioEngine(seed=self._incarnation + 1))
         stores = ([{"$store": [0, self._given + place, 1]}] for place in range(step.batches))
         batches = [msgspec.json.encode({"events": macros.expand(store, {})}) for store in stores]
@@ -140,13 +140,13 @@ class PublisherPlayer:
         self._program.feed(b"".join(batch + b"\n" for batch in batches), FEED_SECONDS)
 
     @perform.register
-    def _restart(self, _: steps.RestartPublisher) -> None:
+    def _restart_publisher(self, _: steps.RestartPublisher) -> None:
         self._program.kill()
         self._incarnation, self._given = self._incarnation + 1, 0
         self._publisher.start()
 
     @perform.register
-    def _end(self, _: steps.EndPublisher) -> None:
+    def _end_publisher(self, _: steps.EndPublisher) -> None:
         self._program.end(END_SECONDS)
 
     @perform.register
@@ -232,7 +232,7 @@ class PublisherPlayer:
     def _check_watched(self, step: steps.CheckWatched) -> None:
         self._subscribe(steps.Subscribe("watcher"))
         if self._publisher.program is not None:
-            self._feed(steps.FeedBatches(10))
+            self._feed_batches(steps.FeedBatches(10))
         live = self._read_live("watcher", sys.maxsize, step.seconds)
         self.outcomes.append(self._compare_with_replay(live, step.seconds))
 

@@ -119,7 +119,7 @@ class Column(NamedTuple):
     name: str
     type: str
     meaning: str
-    nullable: bool = False
+    is_nullable: bool = False
     """Whether the column can contain null."""
 
 
@@ -137,7 +137,7 @@ class Table(NamedTuple):
 
     def schema(self, *, tokens: bool = False) -> Any:
         """Return the table's `pyarrow.Schema`. If `tokens` is true, the schema of `events` has a column of token ids."""
-        fields = [pa.field(column.name, column.type, column.nullable) for column in self.columns]
+        fields = [pa.field(column.name, column.type, column.is_nullable) for column in self.columns]
         # The token ids of the block, the first of each pair under EAGLE.
         token_ids = [pa.field("token_ids", pa.list_(pa.int64()))] if tokens and self.name == "events" else []
         return pa.schema([*fields, *token_ids])

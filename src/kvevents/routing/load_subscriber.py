@@ -133,7 +133,7 @@ class LoadSubscriber(Closeable):
             for source in sources:
                 self.add(source)
         except BaseException:
-            self._release()
+            self._close_loop()
             raise
         self._thread.start()
 
@@ -148,8 +148,8 @@ class LoadSubscriber(Closeable):
                 self._poller = LoadPoller(self._settings)
             former = self._readings.pop(source.worker, None)
             self._readings[source.worker] = readings
-            self._run_in_thread(self._end, former)
-            self._run_in_thread(self._begin, readings)
+            self._run_in_thread(self._end_reading, former)
+            self._run_in_thread(self._begin_reading, readings)
 
     def _connect(self, source: LoadSource) -> _LoadStream:
         with contextlib.ExitStack() as undo:
@@ -168,7 +168,7 @@ class LoadSubscriber(Closeable):
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load. Does nothing if the worker is unknown."""
         with self._lock:
-            self._run_in_thread(self._end, self._readings.pop(worker, None))
+            self._run_in_thread(self._end_reading, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
         """Return the newest load of `worker`; None if it is older than `max_age_seconds`, or none arrived."""
@@ -206,7 +206,7 @@ class LoadSubscriber(Closeable):
         try:
             self._loop.run_until_complete(self._follow())
         finally:
-            self._release()
+            self._close_loop()
 
     async def _follow(self) -> None:
         while not self._has_ended.is_set():
@@ -224,7 +224,7 @@ class LoadSubscriber(Closeable):
     def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_LoadStream]]) -> None:
         self._loop.add_reader(end, lambda: self._resolve(take_resolved()))
 
-    def _begin(self, readings: RankLoad) -> None:
+    def _begin_reading(self, readings: RankLoad) -> None:
         if isinstance(readings, _LoadStream):
             self._streams.add(readings)
             self._loop.add_reader(readings.socket.fileno(), self._receive, readings)
@@ -238,7 +238,7 @@ class LoadSubscriber(Closeable):
         if not stream.socket.closed and stream.receive(time.monotonic()):
             self._loop.call_soon(self._receive, stream)
 
-    def _end(self, readings: RankLoad | None) -> None:
+    def _end_reading(self, readings: RankLoad | None) -> None:
         if isinstance(readings, _LoadStream):
             self._loop.remove_reader(readings.socket.fileno())
             self._streams.discard(readings)
@@ -247,7 +247,7 @@ class LoadSubscriber(Closeable):
         elif readings is not None and self._poller is not None:
             self._poller.remove(readings)
 
-    def _release(self) -> None:
+    def _close_loop(self) -> None:
         with self._lock:
             self._loop.close()
             for readings in self._readings.values():

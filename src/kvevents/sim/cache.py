@@ -150,7 +150,7 @@ class PrefixCache:
         sequence.boundary = prefix.boundary
         if self._host is not None:
             self._host.touch(sequence.hashes[: len(prefix.tables[0])])
-            self._load(sequence)
+            self._load_blocks(sequence)
         self._extend(sequence, tokens)
         return True
 
@@ -199,21 +199,21 @@ class PrefixCache:
         needed = -(-sequence.computed // self.size.block_size)
         for table in sequence.tables:
             if needed > len(table):
-                table.extend(self._take(needed - len(table)))
+                table.extend(self._take_blocks(needed - len(table)))
         whole = sequence.computed // self.size.block_size
         for group, table in zip(self._groups, sequence.tables, strict=True):
             start = sequence.placed[group.index]
             if start < whole:
                 sequence.placed[group.index] = whole
-                self._put(sequence, group, start, table[start:whole])
+                self._put_blocks(sequence, group, start, table[start:whole])
 
-    def _take(self, count: int) -> list[int]:
+    def _take_blocks(self, count: int) -> list[int]:
         blocks, gone = self.pool.take(count)
         counts, groups = self._event_style.counts_copies, self._groups
         self._changes.extend(change for change in gone if counts or change[1] not in groups[change[0]].table.block_by_hash)
         return blocks
 
-    def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
+    def _put_blocks(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
         """Record that these blocks hold the contents of the sequence from block `start` on."""
         hashes = sequence.hashes[start : start + len(blocks)]
         blocks = group.retained_blocks(sequence, start, blocks)
@@ -245,17 +245,17 @@ class PrefixCache:
             cache_salt=sequence.salt if self._event_style.has_salt_field else None,
         )
 
-    def _load(self, sequence: Sequence) -> None:
+    def _load_blocks(self, sequence: Sequence) -> None:
         """Take blocks for contents that are loaded from host memory. Consecutive blocks are announced in one event."""
         table = sequence.tables[0]
         places = [place for place, block in enumerate(table) if block == NULL_BLOCK]
-        for place, block in zip(places, self._take(len(places)), strict=True):
+        for place, block in zip(places, self._take_blocks(len(places)), strict=True):
             table[place] = block
         start = end = -1
         for place in [*places, -1]:
             if place != end:
                 if start >= 0:
-                    self._put(sequence, self._groups[0], start, table[start:end])
+                    self._put_blocks(sequence, self._groups[0], start, table[start:end])
                 start = place
             end = place + 1
 

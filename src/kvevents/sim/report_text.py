@@ -208,7 +208,7 @@ class Cell(NamedTuple):
     """One cell of the table: its text, and whether its value is the best of the column."""
 
     text: str
-    best: bool = False
+    is_best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class ReportColumn:
     title: str
     value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
-    best: Literal["least", "most"] | None = None
+    best_end: Literal["least", "most"] | None = None
     """Which value is the best. None for a count: the table then has the sum over the seeds instead of the mean."""
 
 
@@ -263,9 +263,9 @@ def _column_cells(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) 
     values = [_aggregate_seeds(column, [column.value(run) for run in of_policy]) for of_policy in runs]
     texts = ["-" if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
-    if column.best is None or len(set(texts)) < 2 or not known:
+    if column.best_end is None or len(set(texts)) < 2 or not known:
         return [Cell(text) for text in texts]
-    best = column.to_text(min(known) if column.best == "least" else max(known))
+    best = column.to_text(min(known) if column.best_end == "least" else max(known))
     return [Cell(text, text == best) for text in texts]
 
 
@@ -273,8 +273,8 @@ def _aggregate_seeds(column: ReportColumn, values: Sequence[float | None]) -> fl
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
-    return sum(known) if column.best is None else sum(known) / len(known)
+    return sum(known) if column.best_end is None else sum(known) / len(known)
 
 
 def _mark_best(cell: Cell, column: ReportColumn) -> Cell:
-    return Cell(cell.text + ("*" if cell.best else "" if column.best is None else " "), cell.best)
+    return Cell(cell.text + ("*" if cell.is_best else "" if column.best_end is None else " "), cell.is_best)

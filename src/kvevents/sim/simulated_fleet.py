@@ -237,20 +237,20 @@ class SimulatedFleet:
         in_flight.decision = decision
         worker = self.workers[decision.worker]
         self._in_flight[worker.engine.submit(request)] = in_flight
-        self._begin(worker)
+        self._begin_step(worker)
 
     # --- steps
 
-    def _begin(self, worker: SimulatedWorker) -> None:
+    def _begin_step(self, worker: SimulatedWorker) -> None:
         if worker.is_busy or not worker.is_up or worker.engine.idle:
             return
         seconds = worker.engine.begin()
         worker.is_busy = True
         worker.seconds += seconds
         incarnation = worker.incarnation
-        self.timeline.after(seconds, lambda: self._end(worker, incarnation))
+        self.timeline.after(seconds, lambda: self._end_step(worker, incarnation))
 
-    def _end(self, worker: SimulatedWorker, incarnation: int) -> None:
+    def _end_step(self, worker: SimulatedWorker, incarnation: int) -> None:
         if worker.incarnation != incarnation or not worker.is_up:
             return  # the engine was restarted during the step
         worker.is_busy = False
@@ -267,7 +267,7 @@ class SimulatedFleet:
             refused = self._in_flight.pop(job)
             refused.router.finish(refused.number)
             self.metrics.refused += 1
-        self._begin(worker)
+        self._begin_step(worker)
 
     def publish_empty(self, worker: Worker) -> None:
         """Publish a batch without events. This live batch confirms earlier replayed batches to consumers."""

@@ -86,7 +86,7 @@ class RecordedRequests(Iterator[Request]):
         self.skipped = 0
         """Number of events that were ignored because their parent is unknown or their tokens are not token ids."""
         self._reader = read_recording(path)
-        self._requests = self._read(run, endpoint)
+        self._requests = self._read_requests(run, endpoint)
         self._max_blocks = max_blocks
         self._max_open = max_open
         self._blocks: dict[_BlockKey, _Block] = {}
@@ -107,7 +107,7 @@ class RecordedRequests(Iterator[Request]):
         """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`, or None if it is complete."""
         return self._reader.truncation
 
-    def _read(self, run: str | None, endpoint: str | None) -> Iterator[Request]:
+    def _read_requests(self, run: str | None, endpoint: str | None) -> Iterator[Request]:
         frames = (
             frame
             for frame in self._reader

@@ -62,7 +62,7 @@ class TopicFeed:
         self._socket = socket
         self._owner = owner
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more to read."""
         has_more = self._socket.read(limit)
         for _ in range(min(limit, len(self.arrivals))):

@@ -60,7 +60,7 @@ _MAX_NAMES: Final = 3
 class Connection(Protocol):
     """The live connection of one stream and, while replay is requested, its replay connection."""
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more to read.
 
         While no batch is missing, live messages are fed before a replay reply, which may come from a later incarnation. All
@@ -77,7 +77,7 @@ class Connection(Protocol):
         ...
 
     def deadline(self) -> float | None:
-        """Return the time at which `read_into` is due even if nothing arrives; None if there is no such time."""
+        """Return the time at which `feed_stream` is due even if nothing arrives; None if there is no such time."""
 
     def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if sending fails."""
@@ -525,7 +525,7 @@ class Multiplexer:
         if entry.connection is None:
             return
         try:
-            if entry.connection.read_into(entry.stream, now, self._messages_per_read):
+            if entry.connection.feed_stream(entry.stream, now, self._messages_per_read):
                 self._readable[entry] = None
         except EndpointError as error:
             if now - entry.opened_at > MAX_DELAY:

@@ -62,7 +62,7 @@ class SmgConnection:
     def deadline(self) -> None:
         """Return None: the native client has all timers."""
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed batches, changes of the connection and replies to `stream`. Return True if there may be more to read."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(_WAKEUP_BYTES)
@@ -72,14 +72,14 @@ class SmgConnection:
                 self._store(number, content)
                 stream.receive_live(live_frames(b"", number, content), now)
             elif number == _CONNECTED:
-                self._begin(stream, now)
+                self._begin_stream(stream, now)
             else:
-                self._end(stream, content.decode(errors="replace"))
+                self._end_stream(stream, content.decode(errors="replace"))
         for _ in range(min(limit, len(self._replies))):
             stream.receive_replay(self._replies.popleft(), now)
         return len(arrivals) == limit or bool(self._replies)
 
-    def _begin(self, stream: Stream, now: float) -> None:
+    def _begin_stream(self, stream: Stream, now: float) -> None:
         self._batches.clear()
         self._replies.clear()
         self._stored_bytes = self._first = 0
@@ -89,7 +89,7 @@ class SmgConnection:
             stream.start_over("the worker's stream of events has begun again")
         self._has_begun = True
 
-    def _end(self, stream: Stream, reason: str) -> None:
+    def _end_stream(self, stream: Stream, reason: str) -> None:
         self.fault = f"the worker's stream of events has ended: {reason}" if self._is_connected else f"no connection: {reason}"
         if self._is_connected:
             self._is_connected = False

@@ -1,7 +1,7 @@
 """The ZeroMQ transport: for each source a SUB socket with its monitor, and a DEALER socket while replay is requested.
 
 One selector watches all descriptors, so idle sources cost nothing. libzmq signals a socket's descriptor only once per change.
-Therefore a signalled connection is read until its sockets are empty; until then, `read_into` returns True.
+Therefore a signalled connection is read until its sockets are empty; until then, `feed_stream` returns True.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class ZmqConnection:
         """Return the time at which to open the live socket again; libzmq runs all other timers itself."""
         return self._live.reopen_at
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more to read."""
-        has_more = self._live.read_into(stream, now, limit)
+        has_more = self._live.feed_stream(stream, now, limit)
         if self._postponed_request is not None:
             self.request_replay(self._postponed_request)
         replay = self._replay
@@ -318,7 +318,7 @@ class LiveSocket:
             if self._attempts == 1:
                 log.info("connecting to %s", lookup.endpoint)
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more to read.
 
         libzmq reports changes on another socket, so the place of a change among the messages is not exactly known. The monitor

@@ -152,14 +152,14 @@ class FakeConnection:
 
     @property
     def is_readable(self) -> bool:
-        """Whether arrivals or replies wait for `read_into`; False after `close`."""
+        """Whether arrivals or replies wait for `feed_stream`; False after `close`."""
         return bool(self._arrivals or self.replies) and not self._is_closed
 
     def add_arrival(self, feed: Callable[[Stream, float], None]) -> None:
         """Queue a live message or a connection change."""
         self._arrivals.append(feed)
 
-    def read_into(self, stream: Stream, now: float, limit: int) -> bool:
+    def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed at most `limit` arrived messages and connection changes to `stream`. Return True if further ones remain."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)

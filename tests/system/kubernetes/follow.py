@@ -36,14 +36,14 @@ async def measure(config: str, namespace: str, seconds: float) -> dict[str, floa
     findings = KubernetesProvider(settings).watch()
     first = await anext(findings)
     print(len(first.providers), flush=True)
-    changes, apply = 0, object_watch.ObjectWatch._apply
+    changes, apply = 0, object_watch.ObjectWatch._apply_event
 
     def count(watch: object_watch.ObjectWatch[object_watch.KubernetesObject], event: object_watch._WatchEvent) -> None:
         nonlocal changes
         changes += 1
         apply(watch, event)
 
-    object_watch.ObjectWatch._apply = count  # type: ignore[method-assign, assignment]
+    object_watch.ObjectWatch._apply_event = count  # type: ignore[method-assign, assignment]
     began, spent, number = time.monotonic(), time.process_time(), 0
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

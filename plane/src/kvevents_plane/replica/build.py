@@ -141,7 +141,7 @@ class IndexBuild:
         for partition in range(self._layout.partitions):
             task = self._tasks.get(partition)
             if task is None:
-                self._tasks[partition] = asyncio.create_task(self._follow(partition))
+                self._tasks[partition] = asyncio.create_task(self._follow_partition(partition))
             elif task.done():
                 task.result()
             is_complete = partition in self.complete or await self._submit(
@@ -155,14 +155,14 @@ class IndexBuild:
             else:
                 self._blocked_since.setdefault(partition, time.monotonic())
 
-    async def _follow(self, partition: int) -> None:
+    async def _follow_partition(self, partition: int) -> None:
         """Read one partition. Begin again whenever reading cannot continue."""
         while True:
             try:
-                state = await self._begin(partition)
+                state = await self._begin_partition(partition)
                 self._faults.pop(partition, None)
                 self.missing.pop(partition, None)
-                await self._read(partition, state.tail)
+                await self._read_partition(partition, state.tail)
             except PlaneError as error:
                 if self._faults.get(partition) != str(error):
                     log.warning("%s", error)
@@ -171,7 +171,7 @@ class IndexBuild:
                     await asyncio.sleep(FULL_FOLDER_SECONDS)
             await asyncio.sleep(self._limits.retry_seconds)
 
-    async def _begin(self, partition: int) -> PartitionState:
+    async def _begin_partition(self, partition: int) -> PartitionState:
         info = await partition_info(self._client.jetstream(), self._layout, partition)
         info = info._replace(first=max(info.first, self._first_pages.get(partition, 0)))
         async with self._loads:
@@ -203,7 +203,7 @@ class IndexBuild:
             if not _are_pages_missing(state.position, info):
                 self.loaded_snapshots[partition] = snapshot.name
                 return state, degraded_reasons
-            await self._submit(lambda state=state: self._forget(state.streams))  # type: ignore[misc]
+            await self._submit(lambda state=state: self._forget_streams(state.streams))  # type: ignore[misc]
         if _are_pages_missing(0, info):
             why = "; ".join(self._unreadable.get(partition, {}).values())
             missing_pages = f"pages of partition {partition} are missing that no snapshot covers" + (why and f", and {why}")
@@ -256,13 +256,13 @@ class IndexBuild:
         """Remove the blocks of a partition that is read again. Also remove its engines if the partition was never complete."""
         if (state := self.subscriber.states.get(partition)) is None:
             return
-        self._forget(state.streams)
+        self._forget_streams(state.streams)
         if partition not in self._ever_complete:
             fault = self._fault_of(partition)
             self.subscriber.add_partition(partition, PartitionState(), {})
             self.subscriber.mark_broken(partition, fault)
 
-    def _forget(self, keys: Iterable[StreamKey]) -> None:
+    def _forget_streams(self, keys: Iterable[StreamKey]) -> None:
         for key in list(keys):
             self.index.remove_worker(key)
             self.index.readmit(key)
@@ -277,7 +277,7 @@ class IndexBuild:
         self._readers[partition] = reader
         return reader
 
-    async def _read(self, partition: int, tail: Tail) -> None:
+    async def _read_partition(self, partition: int, tail: Tail) -> None:
         """Read one partition until reading cannot continue. Pause while `MAX_QUEUED_BYTES` of pages wait."""
         subscriber = self.subscriber
         while True:

@@ -200,14 +200,14 @@ class ObjectWatch(Generic[T]):
     async def _follow(self, api: Any, backoff: Backoff) -> NoReturn:
         while True:
             if self._version is None:
-                await self._list(api)
+                await self._list_objects(api)
             began = self._clock.now()
-            if await self._watch(api) or self._clock.now() - began > MIN_WATCH_SECONDS:
+            if await self._watch_objects(api) or self._clock.now() - began > MIN_WATCH_SECONDS:
                 backoff.reset()
             else:
                 await self._clock.sleep(backoff.next_delay())
 
-    async def _list(self, api: Any) -> None:
+    async def _list_objects(self, api: Any) -> None:
         items: list[Raw] = []
         token = ""
         while True:
@@ -223,11 +223,11 @@ class ObjectWatch(Generic[T]):
                 break
         self.objects = {}
         for item in items:
-            self._put(item)
+            self._put_object(item)
         self._version, self.is_listed, self.fault = page.metadata.resource_version, True, None
         self._on_change()
 
-    async def _watch(self, api: Any) -> bool:
+    async def _watch_objects(self, api: Any) -> bool:
         """Apply changes until the server ends the watch or becomes silent. Return whether any event arrived."""
         from aiohttp import ClientTimeout, SocketTimeoutError  # noqa: PLC0415
 
@@ -250,11 +250,11 @@ class ObjectWatch(Generic[T]):
                 self._on_change()
             with suppress(SocketTimeoutError):  # See `SILENCE_SECONDS`.
                 while (line := await response.content.readline()).endswith(b"\n"):
-                    self._apply(msgspec.json.decode(line, type=_WatchEvent))
+                    self._apply_event(msgspec.json.decode(line, type=_WatchEvent))
                     has_events = True
         return has_events
 
-    def _apply(self, event: _WatchEvent) -> None:
+    def _apply_event(self, event: _WatchEvent) -> None:
         if event.type == "ERROR":
             _check_status(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
@@ -264,10 +264,10 @@ class ObjectWatch(Generic[T]):
         if event.type == "DELETED":
             self.objects.pop(metadata.name, None)
         else:
-            self._put(event.object)
+            self._put_object(event.object)
         self._on_change()
 
-    def _put(self, raw: Raw) -> None:
+    def _put_object(self, raw: Raw) -> None:
         """Store an object. An object that cannot be decoded counts as deleted, so that it does not end the watch."""
         try:
             decoded = self._decoder.decode(raw)

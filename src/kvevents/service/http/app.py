@@ -164,7 +164,7 @@ class App:
                 item=item_of(endpoint.path, path),
             )
             _read_parameters(endpoint, request)
-            response = await self._run(endpoint, request)
+            response = await self._run_handler(endpoint, request)
         except ServiceError as error:
             if endpoint.role == "register" or native.refusal not in {None, "too-large"}:
                 name = f"{endpoint.method} {endpoint.path}"
@@ -174,7 +174,7 @@ class App:
             span.set_attributes(request.span_attributes)
         return response
 
-    async def _run(self, endpoint: Route, request: HttpRequest) -> AnyResponse:
+    async def _run_handler(self, endpoint: Route, request: HttpRequest) -> AnyResponse:
         try:
             if not endpoint.pool:
                 response = endpoint.handler(self.service, request)
