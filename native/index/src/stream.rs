@@ -385,6 +385,7 @@ impl Stream {
             level,
             held: 0,
         });
+        shared.name_placements(self.number, |placements| placements.push(number));
         Some(number)
     }
 
@@ -420,6 +421,7 @@ impl Stream {
     /// Releases the placements that the stream has named. The stream must not hold blocks on these placements any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
+        shared.name_placements(self.number, Vec::clear);
         for named in self.named.drain(..) {
             shared.view.change().placements.release(named.placement);
         }

@@ -146,8 +146,8 @@ impl GroupCache {
 
     /// Returns how many tokens of a prompt the engine finds cached, at most `longest`. `hashes` are those of the whole prompt. A long
     /// search lets writers run; if a writer has changed the cache, no token is certain.
-    pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
-        let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
+    pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, looks: &Looks<'_>) -> Found {
+        let unit = groups.unit() as usize;
         step_counter::begin_hold();
         let (cache, looks_left) = (RefCell::new(cache.read()), Cell::new(LOOKS_PER_HOLD));
         let changes = cache.borrow().changes;
@@ -157,7 +157,7 @@ impl GroupCache {
                 groups,
                 hashes.len() * unit,
                 longest,
-                &looks,
+                looks,
                 |group: usize, position: usize| {
                     looks_left.set(looks_left.get() - 1);
                     if looks_left.get() == 0 {
@@ -204,4 +204,60 @@ pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
         level => find(level),
     });
     (tokens, is_exact)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::groups::GroupKind;
+    use crate::groups::search::SharedLooks;
+    use crate::step_counter::Steps;
+
+    /// Finds a prompt of many blocks of one group, all of which are held.
+    fn find(cache: &RwLock<GroupCache>, blocks: u64) -> Found {
+        let mut groups = Groups::default();
+        groups.learn(0, GroupKind::Full(0), 1);
+        let (hashes, shared) = ((0..blocks).collect::<Vec<_>>(), SharedLooks::default());
+        let looks = Looks::new(hashes.len(), &shared, "");
+        GroupCache::find(cache, &groups, &hashes, hashes.len(), &looks)
+    }
+
+    fn cache_of(blocks: u64) -> RwLock<GroupCache> {
+        let mut cache = GroupCache::default();
+        (0..blocks).for_each(|hash| cache.put(0, hash, 0, true, true));
+        RwLock::new(cache)
+    }
+
+    #[test]
+    fn a_search_yields_after_some_looks() {
+        let cache = cache_of(20_000);
+        step_counter::taken();
+        assert_eq!(find(&cache, 20_000).certain, [20_000; LEVELS]);
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert_eq!((taken, longest), (40_000, 1 << 12));
+    }
+
+    /// A writer runs during a search, and then no token is certain.
+    #[test]
+    fn a_writer_runs_during_a_search() {
+        let (cache, is_seen) = (cache_of(20_000), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_seen.load(Ordering::Relaxed) {
+                    cache.write().put(1, 7, 0, true, true);
+                }
+            });
+            let is_disturbed = (0..2_000).any(|_| {
+                find(&cache, 20_000)
+                    == Found {
+                        tokens: [20_000; LEVELS],
+                        certain: [0; LEVELS],
+                    }
+            });
+            is_seen.store(true, Ordering::Relaxed);
+            assert!(is_disturbed);
+        });
+    }
 }

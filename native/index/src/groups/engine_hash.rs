@@ -231,6 +231,11 @@ pub struct EngineHash {
 }
 
 impl EngineHash {
+    /// Approximate number of bytes that are hashed for a prompt of this many tokens.
+    pub fn cost(&self, tokens: usize) -> usize {
+        tokens / self.unit as usize * (64 + 5 * (self.unit + self.lookahead) as usize)
+    }
+
     /// Writes the hashes at every multiple of `unit` tokens of a prompt into `out`.
     pub fn hash(&self, tokens: &[u32], salt: Option<&str>, out: &mut Vec<u64>) {
         out.clear();

@@ -3,7 +3,8 @@
 //! The rules are those of vLLM 0.33.0: `HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and the
 //! finders of each kind of group (`v1/core/single_type_kv_cache_manager.py`). Positions are counted in tokens.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 
 use crate::groups::{GroupKind, Groups};
 use crate::step_counter;
@@ -52,37 +53,66 @@ const LOOKS_PER_POSITION: usize = 4;
 const MAX_OWN_LOOKS: usize = 1 << 15;
 /// After their own budgets are used up, the searches for all streams of one lookup may together examine this many blocks: a peer can have
 /// many streams.
-pub const SHARED_LOOKS: usize = 1 << 17;
+pub const SHARED_LOOKS: usize = 1 << 19;
+/// Number of these blocks that the streams of one source may examine together, so that no source uses up what others need.
+pub const SOURCE_LOOKS: usize = 1 << 17;
+
+/// The looks that the searches of one lookup share.
+#[derive(Debug, Default)]
+pub struct SharedLooks {
+    used: Cell<usize>,
+    used_by_source: RefCell<HashMap<String, usize>>,
+}
+
+impl SharedLooks {
+    /// Begins another lookup.
+    pub fn begin(&mut self) {
+        self.used.set(0);
+        self.used_by_source.get_mut().clear();
+    }
+}
 
 /// The number of looks that the searches for one stream may use. In one look, a search checks one block for one group. A search ends when
 /// no look remains.
 #[derive(Debug)]
 pub struct Looks<'a> {
     own: Cell<usize>,
-    shared: &'a Cell<usize>,
+    shared: &'a SharedLooks,
+    source: &'a str,
 }
 
 impl<'a> Looks<'a> {
     /// Creates the budget of a stream whose blocks have `positions` distinct end positions. `shared` is the budget that all streams of a
     /// lookup share.
-    pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
+    pub fn new(positions: usize, shared: &'a SharedLooks, source: &'a str) -> Self {
         Self {
             own: Cell::new(MAX_OWN_LOOKS.min(LOOKS_PER_POSITION * (positions + 1))),
             shared,
+            source,
         }
     }
 
+    #[inline]
     fn are_left(&self) -> bool {
-        self.own.get() > 0 || self.shared.get() > 0
+        self.own.get() > 0 || self.take_shared(0)
+    }
+
+    /// Subtracts `count` shared looks. Returns whether any of them remains for the source.
+    #[cold]
+    fn take_shared(&self, count: usize) -> bool {
+        let (shared, mut by_source) = (&self.shared.used, self.shared.used_by_source.borrow_mut());
+        let used = by_source.entry(self.source.into()).or_default();
+        *used += count;
+        shared.set(shared.get() + count);
+        shared.get() < SHARED_LOOKS && *used < SOURCE_LOOKS
     }
 
     /// Subtracts `count` looks. Returns whether any look remains.
     pub fn take(&self, count: usize) -> bool {
+        step_counter::count(count);
         let own = self.own.get();
         self.own.set(own.saturating_sub(count));
-        self.shared.set(self.shared.get().saturating_sub(count.saturating_sub(own)));
-        step_counter::count(count);
-        self.are_left()
+        own > count || self.take_shared(count - own)
     }
 }
 
@@ -369,11 +399,11 @@ mod tests {
                 .collect();
             let (end, size) = (end * size as usize, size as usize);
             let rows = Rows { rows: &rows, size };
-            let shared = Cell::new(SHARED_LOOKS);
-            let each = find(&groups, end, longest, &Looks::new(end, &shared), |group: usize, position: usize| {
+            let shared = SharedLooks::default();
+            let each = find(&groups, end, longest, &Looks::new(end, &shared, ""), |group: usize, position: usize| {
                 rows.is_held(group, position)
             });
-            let together = find(&groups, end, longest, &Looks::new(end, &shared), rows);
+            let together = find(&groups, end, longest, &Looks::new(end, &shared, ""), rows);
             prop_assert!(together.is_exact || !each.is_exact);
             prop_assert!(!each.is_exact || together.tokens == each.tokens, "{} and {}", together.tokens, each.tokens);
         }

@@ -2,7 +2,7 @@
 //! entries: routing decisions that no event has confirmed yet.
 
 use std::borrow::Cow;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -12,13 +12,14 @@ use parking_lot::{MutexGuard, RwLock};
 use crate::groups::Method;
 use crate::groups::cache::{Found, GroupCache, GroupLookup};
 use crate::groups::engine_hash::EngineHash;
+use crate::groups::search::{Looks, SharedLooks};
 use crate::holders::contexts::Context;
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Items, Scheme};
 use crate::lookup::matching::{Hit, PromptLength, Walk, for_each, merge};
 use crate::prefix_index::PrefixIndex;
 use crate::step_counter;
-use crate::store::members::{Member, Model, Names, Worker};
+use crate::store::members::{Member, Model, Names, Worker, source_of};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
@@ -262,6 +263,18 @@ impl PrefixIndex {
                         room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
                     }
                 }
+                if !goes_on {
+                    let cuts = &room.cuts;
+                    room.walk
+                        .read_again(&view, streams, &mut hits, |walk, schemes, streams, hits| {
+                            for cut in cuts.iter().filter(|cut| schemes.contains(&cut.scheme)) {
+                                walk.find(&view, &cut.locals, cut.context, cut.keyed);
+                                if walk.is_sound(&view) {
+                                    walk.hits(&view, cut.scheme, length, streams, hits);
+                                }
+                            }
+                        });
+                }
                 if !room.walk.is_sound(&view) {
                     tries += 1;
                     drop(view);
@@ -274,7 +287,7 @@ impl PrefixIndex {
                 let (names, hashed) = (view.names.clone(), streams_by_hashes(&view, streams));
                 step_counter::end_hold();
                 drop((view, alone));
-                room.walk.search(&mut hits, &mut certain);
+                room.walk.search(&names, &mut hits, &mut certain);
                 if room.cuts.len() > 1 {
                     merge(&mut hits);
                 }
@@ -285,9 +298,11 @@ impl PrefixIndex {
                         tokens,
                         longest: length.longest,
                         scope,
+                        names: &names,
+                        shared_looks: room.walk.shared_looks(),
                         known: Vec::new(),
                     };
-                    prompt.find(&hashed, &mut hits, &mut certain, room.walk.shared_looks())
+                    prompt.find(&hashed, &mut hits, &mut certain)
                 };
                 for cut in &mut room.cuts {
                     cut.locals.clear();
@@ -327,15 +342,19 @@ impl PrefixIndex {
                 hits.clear();
                 certain.clear();
                 let streams = model.map_or(&[][..], |model| &model.streams);
-                for &scheme in &schemes {
-                    let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
-                    room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
-                    if room.walk.is_sound(&view) {
-                        let tokens = keys.len() * scheme.size as usize;
-                        let length = PromptLength { tokens, longest: tokens };
-                        room.walk.hits(&view, scheme, length, streams, &mut hits);
+                let read = |walk: &mut Walk, meant: &[Scheme], streams: &[u64], hits: &mut Vec<Hit>| {
+                    for &scheme in schemes.iter().filter(|scheme| meant.contains(scheme)) {
+                        let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
+                        walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
+                        if walk.is_sound(&view) {
+                            let tokens = keys.len() * scheme.size as usize;
+                            let length = PromptLength { tokens, longest: tokens };
+                            walk.hits(&view, scheme, length, streams, hits);
+                        }
                     }
-                }
+                };
+                read(&mut room.walk, &schemes, streams, &mut hits);
+                room.walk.read_again(&view, streams, &mut hits, read);
                 if !room.walk.is_sound(&view) {
                     tries += 1;
                     drop(view);
@@ -344,7 +363,7 @@ impl PrefixIndex {
                 }
                 let (names, hashed) = (view.names.clone(), streams_by_hashes(&view, streams));
                 drop((view, alone));
-                room.walk.search(&mut hits, &mut certain);
+                room.walk.search(&names, &mut hits, &mut certain);
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
@@ -527,31 +546,38 @@ struct HashedPrompts<'a> {
     tokens: &'a [u32],
     longest: usize,
     scope: &'a Scope,
-    /// The hashes of the prompt for each scheme and salt.
-    known: Vec<(EngineHash, Option<String>, Vec<u64>)>,
+    names: &'a Names,
+    shared_looks: &'a SharedLooks,
+    /// The hashes of the prompt for each scheme and salt, each with the source for which they were computed.
+    known: Vec<(EngineHash, Option<String>, Vec<u64>, &'a str)>,
 }
 
-impl HashedPrompts<'_> {
-    fn hashes(&mut self, hashing: &EngineHash, salt: Option<String>) -> &[u64] {
-        let same = |(known, other, _): &(EngineHash, Option<String>, Vec<u64>)| known == hashing && *other == salt;
-        let at = self.known.iter().position(same).unwrap_or_else(|| {
+/// Maximum number of bytes that one lookup hashes to compute the hashes of engines: about 30 ms.
+const MAX_HASHED: usize = 1 << 25;
+
+impl<'a> HashedPrompts<'a> {
+    /// The hashes of the prompt for a stream of a source. None if the lookup would hash too many bytes, or if hashes of another scheme were
+    /// computed for the source: all streams of an engine have the same scheme.
+    fn hashes(&mut self, source: &'a str, hashing: &EngineHash, salt: Option<String>) -> Option<&[u64]> {
+        let same = |(known, other, ..): &(EngineHash, Option<String>, _, _)| known == hashing && *other == salt;
+        let at = self.known.iter().position(same).unwrap_or(self.known.len());
+        if at == self.known.len() {
+            let hashed: usize = self.known.iter().map(|(known, ..)| known.cost(self.tokens.len())).sum();
+            let is_other = self.known.iter().any(|(.., of)| *of == source);
+            if is_other || hashed + hashing.cost(self.tokens.len()) > MAX_HASHED {
+                return None;
+            }
             let mut hashes = Vec::new();
             hashing.hash(self.tokens, salt.as_deref(), &mut hashes);
-            self.known.push((hashing.clone(), salt, hashes));
-            self.known.len() - 1
-        });
-        &self.known[at].2
+            step_counter::count(hashing.cost(self.tokens.len()) / 64);
+            self.known.push((hashing.clone(), salt, hashes, source));
+        }
+        Some(&self.known[at].2)
     }
 
     /// Replaces the hits of those streams that are looked up by their engine's own hashes. If these hashes cannot be computed for the
     /// prompt, the hit is an upper bound, and no token of it is certain. Returns the streams for which no upper bound is known.
-    fn find(
-        mut self,
-        streams: &[(u32, Arc<GroupLookup>)],
-        hits: &mut Vec<Hit>,
-        certain: &mut Vec<Hit>,
-        shared_looks: &Cell<usize>,
-    ) -> Vec<u32> {
+    fn find(mut self, streams: &[(u32, Arc<GroupLookup>)], hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) -> Vec<u32> {
         let is_hashed = |hit: &Hit| {
             let found = streams.binary_search_by_key(&hit.stream, |(stream, _)| *stream);
             found.is_ok_and(|at| streams[at].1.cache.is_some())
@@ -560,9 +586,12 @@ impl HashedPrompts<'_> {
         let estimates = hits.extract_if(.., |hit| is_hashed(hit));
         let estimates: HashMap<u32, [u32; LEVELS]> = estimates.map(|hit| (hit.stream, hit.tokens)).collect();
         let mut unknown = Vec::new();
+        // Schemes with few hashes come first.
+        let mut streams: Vec<_> = streams.iter().collect();
+        streams.sort_by_key(|(_, lookup)| lookup.groups.hashing.as_ref().map(|hashing| hashing.cost(self.tokens.len())));
         for (stream, lookup) in streams {
             let Some(cache) = &lookup.cache else { continue };
-            let (known, found) = (estimates.get(stream).copied(), self.find_one(lookup, cache, shared_looks));
+            let (known, found) = (estimates.get(stream).copied(), self.find_one(*stream, lookup, cache));
             let is_known = found.is_some();
             let found = found.unwrap_or_else(|| {
                 let partial = lookup
@@ -588,7 +617,7 @@ impl HashedPrompts<'_> {
     }
 
     /// Returns how many tokens one stream holds; None if the number is not known.
-    fn find_one(&mut self, lookup: &GroupLookup, cache: &RwLock<GroupCache>, shared_looks: &Cell<usize>) -> Option<Found> {
+    fn find_one(&mut self, stream: u32, lookup: &GroupLookup, cache: &RwLock<GroupCache>) -> Option<Found> {
         let (has_full, is_plain) = (lookup.groups.has_full(), self.scope.lora == 0 && self.scope.items.is_empty());
         let salt = match self.scope.salt {
             0 => Some(None),
@@ -596,14 +625,10 @@ impl HashedPrompts<'_> {
         };
         match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
             (Some(hashing), Some(salt)) => {
-                let longest = self.longest;
-                Some(GroupCache::find(
-                    cache,
-                    &lookup.groups,
-                    self.hashes(hashing, salt),
-                    longest,
-                    shared_looks,
-                ))
+                let (longest, shared_looks, source) = (self.longest, self.shared_looks, source_of(self.names, stream));
+                let hashes = self.hashes(source, hashing, salt)?;
+                let looks = Looks::new(hashes.len(), shared_looks, source);
+                Some(GroupCache::find(cache, &lookup.groups, hashes, longest, &looks))
             }
             // The engine has announced no prompt with this salt (or, below, no prompt with a LoRA or an item), so it holds no token of this
             // prompt. This does not follow for an engine without full attention, which might not announce the first blocks of a prompt.
@@ -611,5 +636,67 @@ impl HashedPrompts<'_> {
             _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::groups::{GroupKind, Groups};
+
+    /// A stream that holds a whole prompt by the hashes of a scheme.
+    fn lookup(hashing: EngineHash, tokens: &[u32]) -> Arc<GroupLookup> {
+        let (mut hashes, mut cache) = (Vec::new(), GroupCache::default());
+        hashing.hash(tokens, None, &mut hashes);
+        hashes.iter().for_each(|&hash| cache.put(0, hash, 0, true, true));
+        let mut groups = Groups::default();
+        groups.learn(0, GroupKind::Full(0), hashing.unit);
+        groups.hashing = Some(hashing);
+        let cache = Some(Arc::new(RwLock::new(cache)));
+        Arc::new(GroupLookup { groups, cache })
+    }
+
+    /// Finds the streams of these sources, which hold the whole prompt. Returns the streams that certainly hold it, in order.
+    fn certain_streams(sources: &[&str], units: &[u32], tokens: usize) -> Vec<u32> {
+        let prompt = vec![7; tokens];
+        let scheme = |unit: &u32| EngineHash::of_parts([2, 0, u64::from(*unit), 0]).unwrap();
+        let streams: Vec<_> = (0..).zip(units.iter().map(|unit| lookup(scheme(unit), &prompt))).collect();
+        let worker = |(source, rank): (&&str, i64)| {
+            let source = (*source).to_owned();
+            Some(Arc::new(Worker { source, rank }))
+        };
+        let names: Names = sources.iter().zip(0..).map(worker).collect();
+        let hashed = HashedPrompts {
+            tokens: &prompt,
+            longest: tokens,
+            scope: &Scope::default(),
+            names: &names,
+            shared_looks: &SharedLooks::default(),
+            known: Vec::new(),
+        };
+        let (mut hits, mut certain) = (Vec::new(), Vec::new());
+        hashed.find(&streams, &mut hits, &mut certain);
+        let is_whole = |hit: &&Hit| hit.tokens[0] as usize == tokens;
+        let mut found: Vec<u32> = certain.iter().filter(is_whole).map(|hit| hit.stream).collect();
+        found.sort_unstable();
+        found
+    }
+
+    #[test]
+    fn a_source_has_one_scheme_of_hashes() {
+        assert_eq!(certain_streams(&["a", "a", "b", "b", "b"], &[4, 4, 2, 8, 16], 64), [0, 1, 4]);
+        // What was computed for another source is used.
+        assert_eq!(certain_streams(&["a", "b", "b"], &[8, 16, 8], 64), [0, 1, 2]);
+    }
+
+    #[test]
+    fn schemes_with_few_hashes_come_first() {
+        let most = MAX_HASHED / EngineHash::of_parts([2, 0, 128, 0]).unwrap().cost(128) * 128;
+        assert_eq!(certain_streams(&["a"], &[128], most), [0]);
+        assert_eq!(certain_streams(&["a"], &[128], most + 128), [0_u32; 0]);
+        assert_eq!(
+            certain_streams(&["a", "b", "c"], &[128, 2_048, 256], most / 4_096 * 2_048),
+            [1, 2]
+        );
     }
 }

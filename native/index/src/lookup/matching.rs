@@ -6,19 +6,20 @@
 //! blocks.
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::groups::cache::{GroupLookup, by_level};
-use crate::groups::search::{self, Blocks, CachedPrefix, Looks, SHARED_LOOKS};
+use crate::groups::search::{self, Blocks, CachedPrefix, Looks, SharedLooks};
 use crate::groups::{Groups, Method};
 use crate::holders::holder_sets::{EMPTY, Word};
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Scheme};
 use crate::step_counter;
-use crate::store::members::Member;
+use crate::store::members::{Member, Names, source_of};
 use crate::store::read_view::View;
 use crate::store::records::{Memory, Records, chunk_of};
+use crate::store::shared_state::set_bit;
 
 /// The number of tokens of a prompt that one worker holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,8 +109,14 @@ pub struct Walk {
     reads: Reads,
     /// For each stream that has one group and whose last blocks were not read, a hit that counts only its certain tokens.
     lower_bounds: Vec<Hit>,
+    /// Number of steps of all walks, at most.
+    walked: usize,
+    /// The largest number of records of one block, if it is above 1.
+    most_records: usize,
+    /// The streams that are read, if the holders of all streams are too many.
+    kept: Option<Kept>,
     /// The looks (see `Looks`) that all streams of the lookup share.
-    shared_looks: Cell<usize>,
+    shared_looks: SharedLooks,
     seen: ReadVersions,
     alive: Vec<u64>,
     now: Vec<u64>,
@@ -123,6 +130,19 @@ pub struct Walk {
 struct Reads {
     left: Cell<usize>,
     part: usize,
+    /// Whether more words would have been read.
+    is_exceeded: Cell<bool>,
+}
+
+/// The streams of some sources.
+#[derive(Debug, Default)]
+struct Kept {
+    /// The streams, as bits.
+    streams: Vec<u64>,
+    /// The values of `Word::at` of all words of these streams.
+    words: BTreeSet<u32>,
+    /// The schemes that they use.
+    schemes: Vec<Scheme>,
 }
 
 impl Reads {
@@ -131,11 +151,15 @@ impl Reads {
     }
 
     /// Subtracts `words` from the budget. Returns whether the budget sufficed.
+    #[inline]
     fn take(&self, words: usize) -> bool {
         step_counter::count(words.div_ceil(WORDS_PER_STEP));
-        let left = self.left.get().checked_sub(words);
-        self.left.set(left.unwrap_or_default());
-        left.is_some()
+        let left = self.left.get();
+        if left < words {
+            self.is_exceeded.set(true);
+        }
+        self.left.set(left.saturating_sub(words));
+        left >= words
     }
 }
 
@@ -165,9 +189,63 @@ impl ReadVersions {
     }
 }
 
+/// The words of a source, and its streams.
+type SourceStreams<'a> = (BTreeSet<u32>, Vec<(usize, &'a Member)>);
+
+impl Kept {
+    /// The streams of sources whose words can be read in `steps` steps, for blocks with up to `records` records. The sources with the fewest
+    /// words come first.
+    fn smallest(view: &View, streams: &[u64], steps: usize, records: usize) -> Self {
+        let mut sources: BTreeMap<&str, SourceStreams<'_>> = BTreeMap::new();
+        for_each(streams, |stream| {
+            let Some(member) = &view.members[stream] else { return };
+            let (words, members) = sources.entry(&member.worker.source).or_default();
+            let at = |&placement: &u16| u32::from(placement) << 16 | stream as u32 >> 6;
+            words.extend(member.placements.iter().map(at));
+            members.push((stream, member));
+        });
+        let mut sources: Vec<_> = sources.into_values().collect();
+        sources.sort_by_key(|(words, _)| words.len());
+        let mut kept = Self {
+            streams: vec![0; streams.len()],
+            ..Self::default()
+        };
+        let rows = streams.len() * view.placements.depth();
+        let reads = |words: usize| {
+            // Each word is merged, sought, read for streams with one group, and compared twice for other streams.
+            let merged = records * (WORDS_PER_STEP + WORDS_PER_MERGE * words);
+            steps * (merged + (WORDS_PER_SEEK + 3) * words + rows + 1)
+        };
+        let most = sources.first().map_or(0, |(words, _)| reads(words.len())).max(READS_AGAIN);
+        for (words, members) in sources {
+            let words = &kept.words | &words;
+            if reads(words.len()) > most {
+                break;
+            }
+            kept.words = words;
+            for (stream, member) in members {
+                set_bit(&mut kept.streams, stream as u32, true);
+                kept.schemes.extend(&member.schemes);
+            }
+        }
+        kept
+    }
+
+    /// The part of a set of holders that these streams are.
+    fn of(&self, words: &[Word]) -> Vec<Word> {
+        let place = |at: &u32| words.binary_search_by_key(at, |word| word.at).ok();
+        let found = self.words.iter().filter_map(place).map(|place| words[place]);
+        let of_streams = |word: Word| Word {
+            bits: word.bits & self.streams[word.word()],
+            ..word
+        };
+        found.map(of_streams).filter(|word| word.bits != 0).collect()
+    }
+}
+
 impl Walk {
     /// The looks that all streams of the lookup share.
-    pub fn shared_looks(&self) -> &Cell<usize> {
+    pub fn shared_looks(&self) -> &SharedLooks {
         &self.shared_looks
     }
 
@@ -178,10 +256,11 @@ impl Walk {
         self.readings.clear();
         self.lower_bounds.clear();
         self.reads = Reads {
-            left: Cell::new(0),
-            part: (MAX_READS / 3) >> schemes.next_power_of_two().ilog2(),
+            part: (MAX_READS / 8) >> schemes.next_power_of_two().ilog2(),
+            ..Reads::default()
         };
-        self.shared_looks.set(SHARED_LOOKS);
+        (self.walked, self.most_records) = (0, 0);
+        self.shared_looks.begin();
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
 
@@ -323,8 +402,11 @@ impl Walk {
             [number] => Holders::Set(set(&mut self.seen, number)),
             _ => {
                 let mut words: Vec<Word> = Vec::new();
+                self.most_records = self.most_records.max(self.found.len());
                 for &number in &self.found {
                     let more = view.words(set(&mut self.seen, number));
+                    let kept = self.kept.as_ref().map(|kept| kept.of(more));
+                    let more = kept.as_deref().unwrap_or(more);
                     if !self.reads.take(WORDS_PER_STEP + WORDS_PER_MERGE * more.len()) {
                         return false;
                     }
@@ -357,6 +439,7 @@ impl Walk {
 
     /// Marks the holders of all further blocks as unread. Returns `blocks`.
     fn leave_unread(&mut self, blocks: usize) -> usize {
+        self.walked += blocks;
         self.step(blocks, Holders::Unread);
         blocks
     }
@@ -381,6 +464,10 @@ impl Walk {
     /// Appends the hits of those `streams` that have one group, and reads what `search` needs for all others.
     pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
         let Some(&Step { end, .. }) = self.steps.last() else { return };
+        self.walked += self.steps.len();
+        if self.kept.is_some() {
+            self.drop_others(view);
+        }
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
         let read = self.match_single_groups(view, &streams[..words], scheme.size, out);
         if prompt.longest < prompt.tokens {
@@ -431,6 +518,9 @@ impl Walk {
                     doubts: Some(self.doubts(view, stream as u32, member, blocks)),
                 });
             });
+        }
+        if changes.len() * searches.len() > MAX_SCANNED {
+            self.reads.is_exceeded.set(true);
         }
         self.readings.push(Reading {
             scheme,
@@ -503,11 +593,61 @@ impl Walk {
 
     /// Runs the searches on what was read, without the view. Appends the hits of streams with several groups to `hits`. If a stream has
     /// blocks that might be gone or might belong to another prompt, appends a hit with its certain tokens to `certain`.
-    pub fn search(&mut self, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
+    pub fn search(&mut self, names: &Names, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
         for reading in &self.readings {
-            reading.search(&self.shared_looks, hits, certain);
+            reading.search(names, &self.shared_looks, hits, certain);
         }
         certain.append(&mut self.lower_bounds);
+    }
+
+    /// Removes all other streams from the holders of the last walk.
+    #[cold]
+    fn drop_others(&mut self, view: &View) {
+        let Some(kept) = &self.kept else { return };
+        for step in &mut self.steps {
+            if let Holders::Set(set) = step.holders {
+                self.reads.take(view.words(set).len().min(WORDS_PER_SEEK * kept.words.len()));
+                self.together.push(kept.of(view.words(set)));
+                step.holders = Holders::Together(self.together.len() - 1);
+            }
+        }
+    }
+
+    /// Makes `read_again` read again.
+    #[cfg(test)]
+    pub(crate) fn exceed(&self) {
+        self.reads.is_exceeded.set(true);
+    }
+
+    /// If the holders of all streams were too many, reads again for the sources that can have the fewest words in sets of holders, and
+    /// replaces what is known about their streams. `read` walks in the schemes of these sources.
+    #[inline(never)]
+    pub fn read_again(
+        &mut self,
+        view: &View,
+        streams: &[u64],
+        hits: &mut Vec<Hit>,
+        read: impl FnOnce(&mut Self, &[Scheme], &[u64], &mut Vec<Hit>),
+    ) {
+        if !self.reads.is_exceeded.get() || !self.is_sound(view) {
+            return;
+        }
+        let kept = Kept::smallest(view, streams, self.walked, self.most_records);
+        let is_other = |hit: &Hit| kept.streams[hit.stream as usize >> 6] >> (hit.stream & 63) & 1 == 0;
+        hits.retain(is_other);
+        self.lower_bounds.retain(is_other);
+        for Reading { searches, .. } in &mut self.readings {
+            searches
+                .iter_mut()
+                .for_each(|search| search.streams &= !kept.streams[search.at]);
+            searches.retain(|search| search.streams != 0);
+        }
+        (self.reads.part, self.reads.left) = (0, Cell::new(READS_AGAIN));
+        let (schemes, streams) = (kept.schemes.clone(), kept.streams.clone());
+        self.kept = Some(kept);
+        read(self, &schemes, &streams, hits);
+        self.kept = None;
+        merge(hits);
     }
 
     /// Positions before `blocks` at which a stream has a block that it might not hold.
@@ -516,9 +656,10 @@ impl Walk {
         for row in self.rows.iter().filter(|row| row.start < blocks) {
             let behind = row.number + (row.end.min(blocks) - row.start) as u32;
             let place = |number: u32| row.start + (number - row.number) as usize;
-            let uncertain = member.uncertain.range((row.number, 0)..(behind, 0));
-            let found = uncertain.map(|(number, _)| place(*number));
-            places.extend(found.take(MAX_UNCERTAIN * LEVELS));
+            // A block can be uncertain on many placements.
+            let next = |from: u32| Some(member.uncertain.range((from, 0)..(behind, 0)).next()?.0);
+            let uncertain = std::iter::successors(next(row.number), |number| next(number + 1));
+            places.extend(uncertain.map(place).take(MAX_UNCERTAIN + 1));
             if let Some(lora) = replaced_lora(view, member, row.number) {
                 let outdated = (row.number..behind).filter(|&number| member.loras.is_outdated(lora, number));
                 places.extend(outdated.map(place));
@@ -696,6 +837,12 @@ impl Walk {
 
 /// Maximum number of words of holder sets that one lookup reads while writers wait; reading them takes about three milliseconds.
 const MAX_READS: usize = 3 << 19;
+/// Number of these words for the sources that are read again, if the words of all sources are too many.
+const READS_AGAIN: usize = MAX_READS / 8 * 5;
+/// Number of words that take as long to read as it takes to find one word in a set.
+const WORDS_PER_SEEK: usize = 2;
+/// Maximum number of changes that all searches for hybrid streams examine together before sources are read again.
+const MAX_SCANNED: usize = 1 << 22;
 /// Number of words whose reading takes as long as one step.
 const WORDS_PER_STEP: usize = 8;
 /// Number of words that take as much memory as one `Change`.
@@ -785,7 +932,7 @@ fn list_searches(view: &View, at: usize, streams: u64, changes: &[Change], out: 
 }
 
 impl Reading {
-    fn search(&self, shared_looks: &Cell<usize>, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
+    fn search(&self, names: &Names, shared_looks: &SharedLooks, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
         // Replicas often hold the same blocks, so the result of one search is used for all of them.
         let mut searched: Vec<(Option<&Groups>, GroupSteps, SearchedLevels)> = Vec::new();
         let (mut steps, mut unfinished) = (
@@ -797,8 +944,9 @@ impl Reading {
                 continue;
             }
             let groups = search.lookup.as_ref().map(|lookup| &lookup.groups);
-            let looks = Looks::new(self.end, shared_looks);
-            looks.take(self.changes.len() / WORDS_PER_STEP);
+            let first = (search.at << 6) as u32 | search.streams.trailing_zeros();
+            let looks = Looks::new(self.end, shared_looks, source_of(names, first));
+            step_counter::count(self.changes.len() / WORDS_PER_STEP);
             self.read_groups(search, groups, &mut steps);
             let known = searched
                 .iter()

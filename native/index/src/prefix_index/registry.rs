@@ -109,6 +109,7 @@ pub(super) fn register(
         model,
         lookup: None,
         schemes: Vec::new(),
+        placements: Vec::new(),
         blocks: AtomicUsize::new(0),
         uncertain: BTreeSet::new(),
         loras: ReplacedLoras::default(),

@@ -20,6 +20,11 @@ pub struct Worker {
 /// Workers, indexed by the IDs of their streams; None for an unused ID.
 pub type Names = Vec<Option<Arc<Worker>>>;
 
+/// The source of a stream.
+pub fn source_of(names: &Names, stream: u32) -> &str {
+    names[stream as usize].as_ref().map_or("", |worker| &worker.source)
+}
+
 /// A stream as lookups see it.
 #[derive(Debug)]
 pub struct Member {
@@ -31,6 +36,8 @@ pub struct Member {
     pub lookup: Option<Arc<GroupLookup>>,
     /// The schemes by which the stream's present incarnation divides prompts into blocks.
     pub schemes: Vec<Scheme>,
+    /// The placements that the stream has named: it holds blocks on no others.
+    pub placements: Vec<u16>,
     /// Number of blocks of the stream after its last batch.
     pub blocks: AtomicUsize,
     /// The blocks that might be gone, as pairs of record and placement (`crate::holders::copies`).

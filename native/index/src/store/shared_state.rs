@@ -512,6 +512,15 @@ impl SharedState {
         self.view.change().use_scheme(number, scheme);
     }
 
+    /// Changes the list of placements that a stream has named.
+    pub fn name_placements(&mut self, number: u32, change: impl FnOnce(&mut Vec<u16>)) {
+        let view = &mut *self.view.change();
+        let member = view.members.get_mut(number as usize).and_then(Option::as_mut);
+        if let Some(member) = member {
+            change(&mut member.placements);
+        }
+    }
+
     /// Removes the schemes of a stream.
     pub fn drop_schemes(&mut self, number: u32) {
         self.view.change().drop_schemes(number);

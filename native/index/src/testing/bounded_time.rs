@@ -3,9 +3,11 @@
 
 use proptest::prelude::*;
 
-use crate::groups::search::SHARED_LOOKS;
-use crate::keys::Item;
+use crate::groups::search::SOURCE_LOOKS;
+use crate::holders::contexts::Context;
+use crate::keys::{self, Item, Items};
 use crate::limits::Limits;
+use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
 use crate::lookup::{Matches, Scope};
 use crate::prefix_index::{Outcome, PrefixIndex};
 use crate::step_counter::{self, Steps};
@@ -175,7 +177,7 @@ fn payload_of(events: &[RepeatedEvent], rank: i64, max_bytes: usize) -> Vec<u8> 
     [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &body].concat()
 }
 
-fn index() -> PrefixIndex {
+pub(super) fn index() -> PrefixIndex {
     PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
 }
 
@@ -290,6 +292,85 @@ proptest! {
     }
 }
 
+/// A lookup, and the numbers of steps of its reads and of its searches.
+#[derive(Debug, Default)]
+pub(super) struct Walked {
+    hits: Vec<Hit>,
+    certain: Vec<Hit>,
+    pub reads: usize,
+    pub searches: usize,
+}
+
+/// Looks a prompt up. If `is_again`, reads the holders again, as if they were too many.
+pub(super) fn walked(index: &PrefixIndex, tokens: &[u32], is_again: bool) -> Walked {
+    let (view, mut walk, mut hits, mut certain) = (index.view.read(), Walk::default(), Vec::new(), Vec::new());
+    let Some(model) = view.models.get(&None) else {
+        return Walked::default();
+    };
+    step_counter::taken();
+    walk.begin(model.schemes.len(), false);
+    let read = |walk: &mut Walk, streams: &[u64], hits: &mut Vec<Hit>| {
+        for &(scheme, _) in &model.schemes {
+            let (mut locals, context) = (
+                Vec::new(),
+                Context {
+                    scheme,
+                    lora: 0,
+                    salt: 0,
+                },
+            );
+            keys::locals(
+                tokens,
+                scheme,
+                context.seed(),
+                &Items::default(),
+                0..scheme.blocks(tokens.len()),
+                &mut locals,
+            );
+            walk.find(&view, &locals, view.contexts.find(&context), None);
+            let length = PromptLength {
+                tokens: tokens.len(),
+                longest: tokens.len(),
+            };
+            walk.hits(&view, scheme, length, streams, hits);
+        }
+    };
+    read(&mut walk, &model.streams, &mut hits);
+    if is_again {
+        walk.exceed();
+        walk.read_again(&view, &model.streams, &mut hits, |walk, _, streams, hits| {
+            read(walk, streams, hits)
+        });
+    }
+    let reads = step_counter::taken().taken;
+    walk.search(&view.names, &mut hits, &mut certain);
+    let searches = step_counter::taken().taken;
+    merge(&mut hits);
+    merge(&mut certain);
+    Walked {
+        hits,
+        certain,
+        reads,
+        searches,
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 4, ..ProptestConfig::default() })]
+
+    /// Lookups that read the holders again have the same results.
+    #[test]
+    fn what_is_read_again_is_the_same(payloads in prop::collection::vec((events(), 0..3_usize, 0..3_i64), 1..12), token in 0..100_u32) {
+        let index = index();
+        for (seq, (events, source, rank)) in payloads.iter().enumerate() {
+            index.batch(["a", "b", "c"][*source], *rank, 0, seq as i64, &payload_of(events, *rank, 1 << 12));
+        }
+        let tokens: Vec<u32> = (0..300).map(|at| (token + at) % 100).collect();
+        let [first, again] = [false, true].map(|is_again| walked(&index, &tokens, is_again));
+        prop_assert_eq!((first.hits, first.certain), (again.hits, again.certain));
+    }
+}
+
 fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEvent {
     RepeatedEvent {
         kind,
@@ -379,7 +460,7 @@ fn blocks_of_one_hash_that_come_and_go() {
 // --- work that grows with one stream, or with all streams
 
 /// A list of hashes in msgpack, five bytes each: 200,000 hashes take a megabyte.
-fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
+pub(super) fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
     let mut out = vec![0xDD];
     out.extend((numbers.len() as u32).to_be_bytes());
     for number in numbers {
@@ -389,7 +470,7 @@ fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
     out
 }
 
-fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
+pub(super) fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
     let count = events.len() as u32;
     [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &events.concat()].concat()
 }
@@ -552,7 +633,14 @@ fn many_orphans() {
 // --- lookups
 
 /// Blocks of a group of a hybrid model.
-fn group(number: u8, kind: &str, window: u32, size: u8, numbers: impl ExactSizeIterator<Item = u32>, tokens: u32) -> Vec<u8> {
+pub(super) fn group(
+    number: u8,
+    kind: &str,
+    window: u32,
+    size: u8,
+    numbers: impl ExactSizeIterator<Item = u32>,
+    tokens: u32,
+) -> Vec<u8> {
     let tokens = hashes(0..tokens);
     let fields = [
         hashes(numbers),
@@ -612,8 +700,8 @@ fn groups_of_many_ranks_that_disagree() {
     step_counter::taken();
     let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
     let Steps { taken, longest, .. } = step_counter::taken();
-    let most = SHARED_LOOKS + 8 * (RANKS * TOKENS) as usize;
-    assert!((SHARED_LOOKS..=most).contains(&taken), "{taken} steps of {most}");
+    let most = SOURCE_LOOKS + 8 * (RANKS * TOKENS) as usize;
+    assert!((SOURCE_LOOKS..=most).contains(&taken), "{taken} steps of {most}");
     assert!(longest <= STEPS_PER_HOLD / 8, "others wait for {longest} steps");
     let good = found.hits.iter().find(|hit| found.worker(hit).source == "good").unwrap();
     assert!(good.tokens == [TOKENS; 4] && found.is_certain(good));
@@ -687,10 +775,182 @@ fn many_media_of_many_ranks() {
             let [certain, ..] = found.certain(hit);
             match &*found.worker(hit).source {
                 "good" => assert_eq!((hit.tokens[0], certain), (5, 5)),
-                _ => assert!(hit.tokens[0] == tokens && certain < tokens && (twins == 2 || certain > 100)),
+                _ if twins == 2 => assert_eq!((hit.tokens[0], certain), (tokens, 0)),
+                _ => assert!(hit.tokens[0] == tokens && (100..tokens).contains(&certain)),
             }
         }
     }
+}
+
+/// A prompt of blocks of one token that a good engine holds, and the blocks of its second stream on two media.
+pub(super) struct FairCase {
+    pub tokens: u32,
+    pub is_hybrid: bool,
+}
+
+impl FairCase {
+    /// A store of the first `count` blocks of the prompt, under the hashes from `first` on.
+    pub(super) fn store(&self, first: u32, count: u32, size: u32) -> Vec<u8> {
+        let fields = [
+            hashes(first..first + count / size),
+            vec![0xC0],
+            hashes(0..count),
+            vec![size as u8],
+        ];
+        [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
+    }
+
+    /// Copies without tokens of blocks on a medium.
+    fn copies(numbers: impl Iterator<Item = u32>, medium: &str) -> Vec<u8> {
+        let numbers: Vec<u32> = numbers.collect();
+        let fields = [hashes(numbers.into_iter()), b"\xC0\x90\x00\xC0".to_vec(), text(medium)];
+        [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat()
+    }
+
+    /// Adds two good workers, after the hostile engine. Asserts that their matches are those of an index without the hostile engine.
+    fn check(&self, index: &PrefixIndex) {
+        let (alone, tokens) = (self::index(), self.tokens);
+        for index in [index, &alone] {
+            let mut all = vec![self.store(0, tokens, 1)];
+            let mut halves = vec![self.store(0, tokens / 2, 1), Self::copies(tokens / 4..tokens / 2, "cpu")];
+            if self.is_hybrid {
+                let window = || group(1, "sliding_window", 9, 1, tokens / 2 - 9..tokens / 2, 0);
+                (all, halves) = (
+                    vec![group(0, "full_attention", 0, 1, 0..tokens, tokens), window()],
+                    vec![group(0, "full_attention", 0, 1, 0..tokens / 2, tokens / 2), window()],
+                );
+            }
+            index.batch("good", 0, 0, 0, &batch_of(&all));
+            index.batch("other", 0, 0, 0, &batch_of(&halves));
+        }
+        let prompt: Vec<u32> = (0..tokens).collect();
+        let expected = alone.match_prompt(&prompt, &Scope::default());
+        step_counter::taken();
+        let found = index.match_prompt(&prompt, &Scope::default());
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
+        assert!(taken <= 4 << 20, "{taken} steps");
+        assert!(
+            found.hits.iter().any(|hit| !found.is_certain(hit)),
+            "the hostile engine is within its budget"
+        );
+        for hit in &expected.hits {
+            let same = |other: &&Hit| found.worker(other) == expected.worker(hit);
+            let other = found.hits.iter().find(same).expect("a good worker is found");
+            assert_eq!((other.tokens, found.certain(other)), (hit.tokens, expected.certain(hit)));
+            assert!(found.is_certain(other));
+        }
+        assert_eq!(expected.hits.len(), 2);
+    }
+}
+
+/// An engine whose ranks hold the blocks of a prompt on many media of their own.
+pub(super) fn hostile_media(case: &FairCase, twins: u32) -> PrefixIndex {
+    let index = index();
+    for rank in 0..64 {
+        let chains = (0..twins).map(|twin| case.store(twin * case.tokens, case.tokens, 1));
+        let numbers = |medium: u32| (0..twins * case.tokens).filter(move |number| (number + medium).is_multiple_of(2));
+        let copies = (0..60).map(|medium| FairCase::copies(numbers(medium), &format!("{rank}-{medium}")));
+        index.batch("bad", rank, 0, 0, &batch_of(&chains.chain(copies).collect::<Vec<_>>()));
+    }
+    index
+}
+
+/// An engine that uses up every budget of a lookup leaves enough for the workers of other engines.
+#[test]
+fn media_of_one_engine_leave_budgets_to_others() {
+    let case = FairCase {
+        tokens: 1_200,
+        is_hybrid: false,
+    };
+    case.check(&hostile_media(&case, 1));
+}
+
+#[test]
+fn media_of_one_engine_leave_budgets_to_hybrid_others() {
+    let case = FairCase {
+        tokens: 1_200,
+        is_hybrid: true,
+    };
+    case.check(&hostile_media(&case, 1));
+}
+
+#[test]
+fn hashes_of_one_engine_leave_budgets_to_others() {
+    let case = FairCase {
+        tokens: 400,
+        is_hybrid: false,
+    };
+    case.check(&hostile_media(&case, 4));
+}
+
+#[test]
+fn groups_of_one_engine_leave_budgets_to_others() {
+    for case in [2_000, 8_000].map(|tokens| FairCase { tokens, is_hybrid: true }) {
+        let index = index();
+        for rank in 0..32 {
+            let mut events = vec![group(0, "full_attention", 0, 1, 0..case.tokens, case.tokens)];
+            events.extend((1..=40_u8).map(|at| {
+                let is_held = |number: &u32| (number + (rank as u32 >> (at % 6))).is_multiple_of(2);
+                let numbers: Vec<u32> = (0..case.tokens).filter(is_held).collect();
+                group(at, "sliding_window", 9, 1, numbers.into_iter(), 0)
+            }));
+            for (seq, event) in events.iter().enumerate() {
+                index.batch("bad", rank, 0, seq as i64, &batch_of(std::slice::from_ref(event)));
+            }
+        }
+        case.check(&index);
+    }
+}
+
+/// Windows and states that disagree at every block. A stream of another source needs more looks than its own.
+#[test]
+fn looks_of_one_engine_are_not_those_of_others() {
+    const TOKENS: u32 = 2_000;
+    let index = index();
+    let disagreeing = |windows: u8, size: u32| {
+        let mut events = vec![group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS)];
+        events.extend((1..=windows).map(|at| group(at, "sliding_window", size + u32::from(at), 1, 0..TOKENS, 0)));
+        let states: Vec<u32> = (0..TOKENS).filter(|&number| number < 20 || number % 2 == 0).collect();
+        events.push(group(60, "mamba", 0, 1, states.into_iter(), 0));
+        events.push(group(61, "mamba", 0, 2, (1..TOKENS).step_by(2).take(TOKENS as usize / 2), 0));
+        batch_of(&events)
+    };
+    for rank in 0..40 {
+        index.batch("bad", rank.into(), 0, 0, &disagreeing(20, 1_800 + rank));
+    }
+    index.batch("good", 0, 0, 0, &disagreeing(2, 8));
+    step_counter::taken();
+    let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
+    let taken = step_counter::taken().taken;
+    assert!((4 * SOURCE_LOOKS..6 * SOURCE_LOOKS).contains(&taken), "{taken} steps");
+    let is_good = |hit: &&Hit| found.worker(hit).source == "good";
+    assert!(found.hits.iter().find(is_good).is_some_and(|hit| found.is_certain(hit)));
+    assert!(found.hits.iter().any(|hit| !found.is_certain(hit)));
+}
+
+/// An engine with many block sizes.
+#[test]
+fn block_sizes_of_one_engine_leave_budgets_to_others() {
+    let case = FairCase {
+        tokens: 1_200,
+        is_hybrid: false,
+    };
+    let index = index();
+    for rank in 0..64_u32 {
+        let sizes = (0..15).map(|at| 1 + (rank * 15 + at) % 250);
+        let mut events: Vec<_> = sizes
+            .clone()
+            .map(|size| case.store(10_000 * size, case.tokens / size * size, size))
+            .collect();
+        events.push(case.store(0, case.tokens, 1));
+        events.push(FairCase::copies(
+            (0..case.tokens).filter(|number| (number >> (rank % 6)) % 2 == 0),
+            &format!("{rank}-medium"),
+        ));
+        index.batch("bad", rank.into(), 0, 0, &batch_of(&events));
+    }
+    case.check(&index);
 }
 
 /// Many ranks that have blocks which might be gone, among blocks of other chains.
@@ -718,7 +978,7 @@ fn uncertain_blocks_of_many_ranks() {
 }
 
 /// Creates a hybrid stream that has blocks which are known only by the engine's hashes.
-fn by_hashes(index: &PrefixIndex) {
+pub(super) fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
         apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));
     }

@@ -49,6 +49,7 @@ impl State {
                 model: None,
                 lookup: None,
                 schemes: Vec::new(),
+                placements: Vec::new(),
                 blocks: AtomicUsize::new(0),
                 uncertain: BTreeSet::new(),
                 loras: ReplacedLoras::default(),
@@ -147,7 +148,7 @@ fn run_lookup_beside(
                 longest: prompt.len(),
             };
             walk.hits(&view, SCHEME, length, &view.models[&None].streams, &mut hits);
-            walk.search(&mut hits, &mut Vec::new());
+            walk.search(&view.names, &mut hits, &mut Vec::new());
             let found = hits.iter().map(|hit| (hit.stream, hit.tokens[0])).collect();
             seen.0.lock().unwrap().insert(found);
         } else {
