@@ -4,6 +4,8 @@
 mod bounded_time;
 #[cfg(test)]
 pub(crate) mod cases;
+#[cfg(test)]
+mod counted_steps;
 mod describe;
 #[cfg(all(loom, test))]
 mod model;

@@ -77,6 +77,7 @@ impl Stream {
     /// Records that all copies of a block have changed.
     pub(super) fn note_copies_of(&mut self, shared: &SharedState, hash: u64, number: u32) {
         if self.group_cache.is_some() {
+            step_counter::count(1);
             for placement in shared.sets.placements(shared.records.set(number), self.number) {
                 self.note_changed_copy(shared, hash, placement);
             }

@@ -1096,7 +1096,7 @@ fn kinds_that_change_with_each_batch() {
         assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
         steps += taken;
     }
-    assert!(steps <= 8 * 2 * CHAIN_BLOCKS as usize, "{steps} steps");
+    assert!(steps <= 9 * 2 * CHAIN_BLOCKS as usize, "{steps} steps");
 }
 
 /// Multimodal items each of which covers the whole prompt: without a bound, each item would be hashed in every block.
