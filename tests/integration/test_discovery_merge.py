@@ -151,7 +151,7 @@ def test_an_adapter_that_an_engine_lists_at_another_path_was_replaced() -> None:
 
 def test_providers_without_a_finding_are_listed_as_waiting() -> None:
     """After a restart, engines known before are not dropped until every provider has had a finding."""
-    assert merge_findings([("config", finding("a")), ("dns x", None)]).waiting == ("dns x",)
+    assert merge_findings([("config", finding("a")), ("dns x", None)]).waiting_providers == ("dns x",)
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 3)), max_size=6), max_size=5), st.integers(0, 6))
@@ -172,12 +172,12 @@ async def test_changes_of_all_providers_are_reported() -> None:
     """A source that its provider no longer lists is removed; faults are listed under their provider."""
     one, two = ScriptedProvider("one"), ScriptedProvider("two")
     async with run_providers(one, two) as received:
-        assert (await received.wait_for(set())).waiting == ("one", "two")
+        assert (await received.wait_for(set())).waiting_providers == ("one", "two")
         one.find(finding("a"))
-        assert (await received.wait_for({"a rank 0"})).waiting == ("two",)
+        assert (await received.wait_for({"a rank 0"})).waiting_providers == ("two",)
         two.find(Finding(finding("b").registrations, ("is not there",)))
         found = await received.wait_for({"a rank 0", "b rank 0"})
-        assert (found.faults, found.waiting) == ({"two": ("is not there",)}, ())
+        assert (found.faults, found.waiting_providers) == ({"two": ("is not there",)}, ())
         one.find(finding())
         await received.wait_for({"b rank 0"})
     assert one.ended.is_set()
@@ -219,7 +219,7 @@ async def test_the_number_of_providers_is_bounded() -> None:
         top.find(Finding(providers=tuple(ScriptedProvider(str(each)) for each in range(10))))
         found = await received.wait_for(set(), faults=1)
         assert found.faults["top"] == ("8 providers are ignored: max_sources allows 3",)
-        assert found.waiting == ("0", "1")
+        assert found.waiting_providers == ("0", "1")
 
 
 async def test_simultaneous_changes_are_reported_once() -> None:
@@ -271,4 +271,4 @@ async def test_providers_of_all_kinds_are_merged(tmp_path: Path) -> None:
         engine_provider = EngineProvider(engine.url, SourceTable(base_url=engine.url, model="m"), "b")
         async with run_providers(config, FileProvider(path), engine_provider) as received:
             found = await received.wait_for({"a rank 0", "b rank 0", "b rank 1", "c rank 0", "c rank 1"})
-            assert (found.faults, found.waiting) == ({}, ())
+            assert (found.faults, found.waiting_providers) == ({}, ())

@@ -57,7 +57,7 @@ def test_every_request_is_answered_or_refused_with_any_pool(
     finished = [job for step in run.steps for job in step.finished]
     refused = [job for step in run.steps for job in step.refused]
     assert sorted(map(id, finished + refused)) == sorted(map(id, run.submitted)), "each exactly once"
-    assert sorted(id(job) for step in run.steps for job in step.first) == sorted(map(id, finished))
+    assert sorted(id(job) for step in run.steps for job in step.first_token_jobs) == sorted(map(id, finished))
     if not run.engine.preemptions:
         # One token of the answer comes with the prompt's last chunk, and one with each later step.
         assert sum(step[2] for step in run.costs.steps) == sum(len(job.request.output) - 1 for job in finished)
@@ -97,7 +97,7 @@ def test_a_block_is_announced_in_the_step_that_computes_its_last_token(
         step = run.steps[number]
         announced += sum(len(event.block_hashes) for event in step.events if isinstance(event, BlockStored))
         assert announced == computed // block_size
-        assert (job in step.first) == (number == len(chunks) - 1)
+        assert (job in step.first_token_jobs) == (number == len(chunks) - 1)
         assert (job in step.finished) == (number == len(chunks) + answer - 2)
     assert len(run.steps) == len(chunks) + answer - 1
     assert [step[0] for step in run.costs.steps] == [*chunks, *[0] * (answer - 1)]
@@ -184,7 +184,7 @@ def test_a_preempted_answer_reports_its_first_token_once() -> None:
     jobs = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4)])
     run.finish()
     assert run.engine.preemptions
-    assert [job for step in run.steps for job in step.first] == jobs
+    assert [job for step in run.steps for job in step.first_token_jobs] == jobs
 
 
 def test_no_request_is_admitted_in_a_step_that_preempts() -> None:

@@ -259,9 +259,9 @@ def test_a_rank_that_appears_after_a_loss_is_partial_too() -> None:
     compactor.mark_gap()
     compactor.append(batch_of(1, block(1)))
     compactor.append(batch_of(0, AllBlocksCleared()))
-    assert compactor.partial
+    assert compactor.is_partial
     compactor.append(batch_of(1, AllBlocksCleared()))
-    assert not compactor.partial
+    assert not compactor.is_partial
 
 
 def test_blocks_without_a_rank_are_refused_among_several_ranks() -> None:

@@ -91,7 +91,7 @@ def test_a_fetch_times_out_after_its_last_message(messages: list[tuple[float, bo
             active_at = now
         assert fetch.deadline(LIMITS) == active_at + LIMITS.reply_idle_timeout
         assert fetch.duplicates == 0 if is_new else fetch.duplicates > 0
-        assert fetch.highest == count
+        assert fetch.highest_seq == count
 
 
 def test_a_fetch_collects_only_after_its_fingerprints_were_repeated() -> None:

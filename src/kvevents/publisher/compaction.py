@@ -69,11 +69,11 @@ class Compactor:
         """Apply the payloads of consecutive batches. Releases the interpreter lock during a long call."""
         self._native.apply_many(batches)
 
-    def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
+    def restore(self, payloads: Sequence[bytes], *, is_partial: bool = False) -> None:
         """Load the payloads that `payloads` returned in another process. Any other payload makes the history unavailable."""
         for payload in payloads:
             self._native.apply(payload, own=True)
-        if partial:
+        if is_partial:
             self.mark_gap()
 
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
@@ -91,7 +91,7 @@ class Compactor:
         return self.payloads(max(1, limit // _PIECES_PER_PART), 0.0)
 
     def mark_gap(self) -> None:
-        """Record that the next batch is missing; `partial` is True until the stream is cleared."""
+        """Record that the next batch is missing; `is_partial` is True until the stream is cleared."""
         self._native.mark_partial()
 
     @property
@@ -104,7 +104,7 @@ class Compactor:
         return reason
 
     @property
-    def partial(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether a batch is missing since the stream was last cleared."""
         return bool(self._native.partial)
 

@@ -91,7 +91,7 @@ class CompactedHistory(NamedTuple):
     """Number of the last batch in the history."""
     payloads: list[bytes]
     """State of the compactor for `restore`; consumers cannot read these payloads."""
-    partial: bool = False
+    is_partial: bool = False
     """Whether any number up to `last_seq` was skipped since the stream was last cleared."""
 
 
@@ -254,7 +254,7 @@ class ReplayBuffer:
                     self._newest_gap = seq - 1
                 compactor.append(payload)
                 self._last_evicted = (seq, payload)
-        if self._newest_gap is not None and not compactor.partial:
+        if self._newest_gap is not None and not compactor.is_partial:
             self._newest_gap = None
         self._recently_evicted.extend(batches)
         self._update_stats()
@@ -357,7 +357,7 @@ class ReplayBuffer:
                 batches = [batch for batch in self._batches if batch[0] <= seq]
             return self.compacted_history(), batches
 
-    def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
+    def restore(self, last_seq: int, payloads: Sequence[bytes], is_partial: bool) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
         Without history, `last_seq` is -1. Consumers must not hold undelivered batches up to `last_seq`.
@@ -366,9 +366,9 @@ class ReplayBuffer:
             if payloads:
                 self._last_evicted = (last_seq, payloads[-1])
                 # Which number was skipped is unknown, and does not matter: no consumer holds any of these batches.
-                self._newest_gap = last_seq - 1 if partial else None
+                self._newest_gap = last_seq - 1 if is_partial else None
                 if self._compactor is not None:
-                    self._compactor.restore(payloads, partial=partial)
+                    self._compactor.restore(payloads, is_partial=is_partial)
                     self._update_stats()
 
     # --- state

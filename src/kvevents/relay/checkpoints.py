@@ -167,7 +167,7 @@ class CheckpointWriter:
         parts = [] if history is None else list(history.payloads)
         parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
         self.take(statuses)  # the batches in `tail` do not name their upstreams, so the checkpoints must cover them
-        journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
+        journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.is_partial)
 
 
 # --- restoring

@@ -177,7 +177,7 @@ class Header(NamedTuple):
     """Incarnation of the relay."""
     first: int
     """Number of the next batch when the file was begun."""
-    boot: bytes = UNKNOWN_BOOT_ID
+    boot_id: bytes = UNKNOWN_BOOT_ID
     """Id of the machine's boot during which the file was begun."""
     crc: int = 0
     """CRC-32 of the header, from which the CRC of the first frame continues."""

@@ -153,5 +153,5 @@ def _check_complete(recovered: RecoveredJournal, boot_id: bytes) -> None:
     states = {journal_format.OPEN_STATE, journal_format.CLOSED_STATE, journal_format.CONTINUED_STATE}
     if any(log.state not in states for log in logs):
         raise DamagedError("the disk failed to record the newest batches that were sent")
-    if newest.state == journal_format.OPEN_STATE and not newest.boot == boot_id != UNKNOWN_BOOT_ID:
+    if newest.state == journal_format.OPEN_STATE and not newest.boot_id == boot_id != UNKNOWN_BOOT_ID:
         raise DamagedError("the machine was restarted, and the newest batches that were sent might not have reached the disk")

@@ -85,9 +85,9 @@ EndpointField: TypeAlias = Literal["endpoint", "replay_endpoint"]
 class _ProbeSchedule(Struct):
     """The schedule of the probes of one endpoint, by the event loop's clock."""
 
-    began: float
+    began_at: float
     """Time at which the endpoint began to need probes."""
-    due: float
+    due_at: float
     """Time of the next probe."""
     backoff: Backoff
 
@@ -131,9 +131,9 @@ class Prober:
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _ProbeSchedule(now, now + wait, backoff)
-            if probe.due <= now and len(self._running_probes) < self._settings.at_once:
-                probe.due = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
-                self._start(self._probe_member(*target, is_patient=now - probe.began < self._settings.patience_seconds))
+            if probe.due_at <= now and len(self._running_probes) < self._settings.at_once:
+                probe.due_at = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
+                self._start(self._probe_member(*target, is_patient=now - probe.began_at < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

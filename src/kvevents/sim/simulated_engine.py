@@ -84,7 +84,7 @@ class Job:
 class StepResult:
     """The results of one step."""
 
-    first: list[Job] = field(default_factory=list)
+    first_token_jobs: list[Job] = field(default_factory=list)
     """Jobs whose answer got its first token in this step."""
     finished: list[Job] = field(default_factory=list)
     refused: list[Job] = field(default_factory=list)
@@ -303,7 +303,7 @@ class SimulatedEngine:
         """Record the token that ends a prefill. After a preemption, the known tokens of the answer are prefilled too."""
         sequence = job.sequence
         if sequence.known == sequence.prompt:
-            step.first.append(job)
+            step.first_token_jobs.append(job)
         sequence.known += 1
         if sequence.complete:
             self._finish(job, step)

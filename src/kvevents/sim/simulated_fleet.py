@@ -259,7 +259,7 @@ class SimulatedFleet:
             self._on_lookup(worker, lookup)
         if step.events:
             self._publish(worker, step.events)
-        for job in step.first:
+        for job in step.first_token_jobs:
             self._first_token(self._in_flight[job])
         for job in step.finished:
             self._finish(self._in_flight.pop(job))

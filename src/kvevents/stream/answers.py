@@ -396,8 +396,8 @@ class AnswerReader:
             return self.settle()
         if early_batch is None and deliverer.early.add(seq, payload, replayed=True):
             fetch.active_at = deliverer.now
-            if seq > fetch.highest_early:
-                fetch.highest_early = seq
+            if seq > fetch.highest_early_seq:
+                fetch.highest_early_seq = seq
                 self._progress(fetch)
         return (Input.REPLAY_AHEAD,)
 
@@ -457,10 +457,10 @@ class AnswerReader:
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
             # An answer of one batch has lost no message, so replay has no newer batch.
-            self.checks.answers_behind_live += fetch.start == fetch.highest < fetch.live_before
+            self.checks.answers_behind_live += fetch.start == fetch.highest_seq < fetch.live_before
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
                 # Replay repeats an old batch, but no newer live batch, so it serves another stream or another incarnation.
-                ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
+                ends = f"replay ends at number {fetch.highest_seq}, before live number {fetch.live_before}"
                 return self._handle_conflict(fetch, f"publisher restarted: {ends}")
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)

@@ -64,9 +64,9 @@ class ReplayFetch(Struct):
     """Whether the answer had batches after its fingerprints; if so, further messages of the answer may have been lost."""
     live_before: int = -1
     """Number of the newest live batch at the time of the request, or -1. The same publisher's replay does not end before it."""
-    highest: int = -1
+    highest_seq: int = -1
     """The highest number of a batch in the answer."""
-    highest_early: int = -1
+    highest_early_seq: int = -1
     """The highest number that this answer or an earlier attempt brought early, before all earlier batches were delivered."""
     snapshot_part: int = -2
     """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
@@ -95,7 +95,7 @@ class ReplayFetch(Struct):
     def begin_message(self, seq: int) -> bool:
         """Count a batch of the answer as a duplicate until `progress` is called. Return whether the batch is the first."""
         is_first, self.is_first = self.is_first, False
-        self.highest = max(self.highest, seq)
+        self.highest_seq = max(self.highest_seq, seq)
         self.duplicates += 1
         return is_first
 
@@ -133,7 +133,7 @@ class ReplayFetch(Struct):
     def retry(self, fetch: ReplayFetch, *, needs_new_connection: bool) -> ReplayFetch:
         """Return `fetch` as the next attempt, with the counts of the earlier attempts."""
         fetch.needs_new_connection = needs_new_connection
-        fetch.unanswered, fetch.incomplete, fetch.highest_early = self.unanswered, self.incomplete, self.highest_early
+        fetch.unanswered, fetch.incomplete, fetch.highest_early_seq = self.unanswered, self.incomplete, self.highest_early_seq
         return fetch
 
 

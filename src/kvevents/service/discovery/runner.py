@@ -38,7 +38,7 @@ class MergedFindings(Struct):
     registrations: dict[StreamKey, Registration] = {}
     faults: dict[str, tuple[str, ...]] = {}
     """Maps the name of each provider that has faults to these faults."""
-    waiting: tuple[str, ...] = ()
+    waiting_providers: tuple[str, ...] = ()
     """Names of providers that have not yielded a finding yet, so that their engines are missing from the registrations."""
     adapters: set[Scope] = set()
     """LoRA adapters that requests can name as their model."""
@@ -58,7 +58,7 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
     merged = MergedFindings()
     for name, finding in findings:
         if finding is None:
-            merged.waiting += (name,)
+            merged.waiting_providers += (name,)
             continue
         merged.unready_sources.update(finding.unready_sources)
         for scope, path in finding.adapters:
@@ -225,7 +225,7 @@ class EngineDiscovery:
         self._resume = resume
         self._providers = build_providers(config, watched_file)
         self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
-        self._merged = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
+        self._merged = MergedFindings(waiting_providers=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
         """The newest known path of each adapter, including adapters that the engine does not list now."""
         self._refused: list[str] = []
@@ -266,7 +266,7 @@ class EngineDiscovery:
     @property
     def has_completed(self) -> bool:
         """Whether every provider has yielded a finding."""
-        return not self._merged.waiting
+        return not self._merged.waiting_providers
 
     def owner_of(self, key: StreamKey) -> str | None:
         """Return the name of the provider that has found a rank; None if no provider has found it."""
