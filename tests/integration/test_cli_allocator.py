@@ -21,8 +21,8 @@ from kvevents.cli import signals as process
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
-trimmed, trim = Event(), process._malloc_trim()
-process._malloc_trim = lambda: lambda pad: (trim(pad), trimmed.set())
+trimmed, trim = Event(), process._find_malloc_trim()
+process._find_malloc_trim = lambda: lambda pad: (trim(pad), trimmed.set())
 # Every thousandth piece of a burst of 60 MiB stays in use, with free memory between the pieces.
 burst = [bytearray(1000) for _ in range(60_000)]
 in_use = burst[::1000]
