@@ -506,6 +506,30 @@ def test_a_stream_can_use_64_placements_in_each_incarnation(index: PrefixIndex, 
     assert sum(info.rejected.get(("none", "too-many-placements"), 0) for info in index.workers() if info.source == "b") == 0
 
 
+def test_the_ranks_of_a_source_share_the_limit_of_placements(index: PrefixIndex) -> None:
+    """An engine's ranks have the same media, so media that several ranks name count once, until the last of these ranks starts
+    over or is removed. Other sources are not affected."""
+    media = [f"M{number}" for number in range(66)]
+
+    def tiers(rank: int) -> set[str]:
+        return {tier for _, _, tier, *_ in blocks_of(index, ("a", rank))}
+
+    first, second, other = Feed(index), Feed(index, rank=1), Feed(index, "b")
+    first(*(store_chain(1, medium=medium) for medium in media[:40]))
+    second(*(store_chain(1, medium=medium) for medium in media[30:]))
+    assert index.stats().rejected == {("none", "too-many-placements"): 2}
+    assert (tiers(0), tiers(1)) == (set(media[:40]), set(media[30:64]))
+    other(*(store_chain(1, medium=medium) for medium in media[64:]))
+    assert index.stats().rejected == {("none", "too-many-placements"): 2}
+    index.apply(Reset("a", 0, 1, "restart"))
+    second(*(store_chain(1, medium=medium) for medium in media[64:]))
+    assert tiers(1) == set(media[30:])
+    index.remove_worker("a", 1)
+    Feed(index, incarnation=1)(*(store_chain(1, medium=medium) for medium in media[:64]))
+    assert tiers(0) == set(media[:64])
+    assert index.stats().rejected == {("none", "too-many-placements"): 2}
+
+
 def test_duplicates_are_ignored(index: PrefixIndex, feed: Feed) -> None:
     """Replay overlaps with live batches; a batch that is applied twice would leave copies that no removal takes."""
     batch = feed.batch(store_chain(1))

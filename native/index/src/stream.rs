@@ -375,7 +375,7 @@ impl Stream {
             shared.view.change().placements.release(number);
             return Some(number);
         }
-        if self.named.len() >= shared.limits.places {
+        if self.named.len() >= shared.limits.places || !shared.name_placement(self.number, number) {
             shared.view.change().placements.release(number);
             return None;
         }
@@ -385,7 +385,6 @@ impl Stream {
             level,
             held: 0,
         });
-        shared.name_placements(self.number, |placements| placements.push(number));
         Some(number)
     }
 
@@ -421,7 +420,7 @@ impl Stream {
     /// Releases the placements that the stream has named. The stream must not hold blocks on these placements any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
-        shared.name_placements(self.number, Vec::clear);
+        shared.leave_placements(self.number);
         for named in self.named.drain(..) {
             shared.view.change().placements.release(named.placement);
         }

@@ -31,7 +31,7 @@ class IndexLimits(Struct, frozen=True):
     """Maximum size of all orphans of a stream in bytes, because one block can fill a whole payload. The limit is at most 1/8 of
     a memory limit."""
     max_places: int = 64
-    """Maximum number of placements (tier, locality, ownership, group) in one incarnation of a stream."""
+    """Maximum number of placements (tier, locality, ownership, group) of the current incarnations of all ranks of a source."""
     max_groups: int = 64
     """Maximum number of KV cache groups in one incarnation of a stream. A hybrid model has a few groups."""
     max_block_sizes: int = 16

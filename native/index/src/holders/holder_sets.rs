@@ -5,6 +5,7 @@
 
 use crate::memory::hasher::Secret;
 use crate::memory::sharded_table::ShardedTable;
+use crate::step_counter;
 
 /// Holders with one placement: the members of one group of 64 streams, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,6 +17,14 @@ pub struct Word {
 }
 
 impl Word {
+    /// One holder.
+    fn of(placement: u16, stream: u32) -> Self {
+        Self {
+            at: u32::from(placement) << 16 | stream >> 6,
+            bits: 1 << (stream & 63),
+        }
+    }
+
     /// The placement.
     #[inline]
     pub fn placement(self) -> usize {
@@ -36,8 +45,12 @@ pub const MAX_STREAMS: usize = 64 << 16;
 
 #[derive(Debug)]
 struct Entry {
-    words: Box<[Word]>,
+    words: Vec<Word>,
+    /// Sum of the hashes of the words.
+    hash: u64,
     refs: u32,
+    /// Whether the set is listed in `Sets::changed`.
+    is_changed: bool,
     /// A value that differs between this set and all earlier sets that had the same number.
     created: u64,
 }
@@ -50,6 +63,13 @@ pub struct Move {
     holder: (u16, u32),
     is_known: bool,
 }
+
+/// Work of a search for a set of few words.
+const WORK_PER_SEARCH: usize = 24;
+/// Number of words for each unit of the work of a search.
+const WORDS_PER_WORK: usize = 128;
+/// Number of words that are copied for each unit of work: large sets are probably in no near cache.
+const COPIED_WORDS_PER_WORK: usize = 8;
 
 /// The holders of one set in the form that lookups read; sets of up to `INLINE_WORDS` words are stored without a pointer.
 #[derive(Clone, Debug, Default)]
@@ -84,8 +104,8 @@ impl Holders {
 }
 
 /// Number of words that a set takes in memory, including the copy of a large set that lookups have.
-fn resident_words(words: &[Word]) -> usize {
-    words.len() * if words.len() > INLINE_WORDS { 2 } else { 1 }
+fn resident_words(words: &Vec<Word>) -> usize {
+    words.capacity() + if words.len() > INLINE_WORDS { words.len() } else { 0 }
 }
 
 /// All sets in use.
@@ -94,7 +114,6 @@ pub struct Sets {
     entries: Vec<Entry>,
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
-    scratch: Vec<Word>,
     /// Number of words of all sets in memory, as `resident_words` counts them.
     words: usize,
     births: u64,
@@ -103,27 +122,26 @@ pub struct Sets {
     changed: Vec<u32>,
 }
 
-/// The hash of a set. The hash depends on a secret: clients that register streams choose the numbers of the streams, and so could choose
-/// colliding sets.
-fn hash_of(secret: Secret, words: &[Word]) -> u64 {
-    words.iter().fold(words.len() as u64, |hash, word| {
-        secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
-    })
+/// The contribution of a word to the hash of a set. The hash depends on a secret, since clients that register streams choose the order of the
+/// streams' numbers.
+fn hash_of(secret: Secret, word: Word) -> u64 {
+    secret.place(secret.place(word.at.into()) ^ word.bits)
 }
 
 impl Sets {
     /// Creates a collection that contains only the empty set.
     pub fn new(secret: Secret) -> Self {
         let empty = Entry {
-            words: Box::default(),
+            words: Vec::new(),
+            hash: 0,
             refs: 1,
+            is_changed: false,
             created: 0,
         };
         Self {
             entries: vec![empty],
             free: Vec::new(),
             lookup: ShardedTable::new(),
-            scratch: Vec::new(),
             words: 0,
             births: 0,
             secret,
@@ -140,7 +158,7 @@ impl Sets {
     /// Whether `stream` holds the blocks of the set on `placement`.
     #[inline]
     pub fn holds(&self, set: u32, placement: u16, stream: u32) -> bool {
-        let at = u32::from(placement) << 16 | stream >> 6;
+        let Word { at, .. } = Word::of(placement, stream);
         let words = self.words(set);
         let place = if words.len() <= INLINE_WORDS {
             words.iter().position(|word| word.at == at)
@@ -201,15 +219,20 @@ impl Sets {
     /// Searches for the set that a move leads to, stores the move, and returns the set.
     #[cold]
     fn search_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
-        let target = self.set_with_toggled(set, placement, stream);
-        let created = |number: u32| (number, self.entries[number as usize].created);
+        let created = |sets: &Self, number: u32| (number, sets.entries[number as usize].created);
+        let Entry { words, refs, .. } = &self.entries[set as usize];
+        let (from, words, is_shared, changes) = (created(self, set), words.len(), *refs > 1, self.changed.len());
+        let target = self.toggle(set, Word::of(placement, stream));
+        // A set is copied if other blocks have it, and whenever it is published.
+        let copies = usize::from(is_shared) + usize::from(self.changed.len() > changes);
+        let work = WORK_PER_SEARCH + words / WORDS_PER_WORK + copies * words / COPIED_WORDS_PER_WORK;
+        step_counter::count(work);
         *last = Move {
-            from: created(set),
-            to: created(target),
+            from,
+            to: created(self, target),
             holder: (placement, stream),
             is_known: true,
         };
-        self.change(set, target);
         target
     }
 
@@ -261,69 +284,98 @@ impl Sets {
 
     /// Moves one block from `set` to the set without `stream`.
     pub fn remove_stream(&mut self, set: u32, stream: u32) -> u32 {
-        let mut words = std::mem::take(&mut self.scratch);
-        words.clear();
-        words.extend_from_slice(self.words(set));
+        let mut words = self.words(set).to_vec();
         for word in words.iter_mut().filter(|word| word.at & 0xFFFF == stream >> 6) {
             word.bits &= !(1 << (stream & 63));
         }
         words.retain(|word| word.bits != 0);
-        let target = self.intern(&words);
-        self.scratch = words;
+        let hash = words
+            .iter()
+            .map(|&word| hash_of(self.secret, word))
+            .fold(0, u64::wrapping_add);
+        let target = self.intern(words, hash);
         self.change(set, target);
         target
     }
 
-    /// The set that results if this holder is removed from `set`, or added if `set` does not contain it.
-    fn set_with_toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
-        let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
-        let mut words = std::mem::take(&mut self.scratch);
-        words.clear();
-        words.extend_from_slice(self.words(set));
-        match words.binary_search_by_key(&at, |word| word.at) {
-            Ok(found) => {
-                words[found].bits ^= bit;
-                if words[found].bits == 0 {
-                    words.remove(found);
+    /// Moves one block from `set` to the set that results if this holder is removed, or added if `set` does not contain it.
+    fn toggle(&mut self, set: u32, holder: Word) -> u32 {
+        let secret = self.secret;
+        let place = self.words(set).binary_search_by_key(&holder.at, |word| word.at);
+        let entry = &mut self.entries[set as usize];
+        let (is_last, mut hash) = (set != EMPTY && entry.refs == 1, entry.hash);
+        // A set that only this block has is changed in place, under another number.
+        let mut words = if is_last {
+            self.words -= resident_words(&entry.words);
+            self.lookup.remove(hash, |&number| number == set);
+            std::mem::take(&mut entry.words)
+        } else {
+            let mut words = Vec::with_capacity(entry.words.len() + usize::from(place.is_err()));
+            words.extend_from_slice(&entry.words);
+            words
+        };
+        match place {
+            Ok(at) => {
+                hash = hash.wrapping_sub(hash_of(secret, words[at]));
+                words[at].bits ^= holder.bits;
+                if words[at].bits == 0 {
+                    words.remove(at);
+                } else {
+                    hash = hash.wrapping_add(hash_of(secret, words[at]));
                 }
             }
-            Err(place) => words.insert(place, Word { at, bits: bit }),
+            Err(at) => {
+                hash = hash.wrapping_add(hash_of(secret, holder));
+                words.reserve_exact(1);
+                words.insert(at, holder);
+            }
         }
-        let target = self.intern(&words);
-        self.scratch = words;
+        let target = self.intern(words, hash);
+        if target != EMPTY {
+            self.entries[target as usize].refs += 1;
+        }
+        if is_last {
+            self.forget(set);
+        } else if set != EMPTY {
+            self.entries[set as usize].refs -= 1;
+        }
         target
     }
 
-    fn intern(&mut self, words: &[Word]) -> u32 {
+    fn intern(&mut self, words: Vec<Word>, hash: u64) -> u32 {
         if words.is_empty() {
             return EMPTY;
         }
-        let secret = self.secret;
-        let hash = hash_of(secret, words);
-        if let Some(&found) = self
-            .lookup
-            .find(hash, |&number| *self.entries[number as usize].words == *words)
-        {
+        let entries = &self.entries;
+        if let Some(&found) = self.lookup.find(hash, |&number| entries[number as usize].words == words) {
             return found;
         }
         self.births += 1;
+        self.words += resident_words(&words);
         let entry = Entry {
-            words: words.into(),
+            words,
+            hash,
             refs: 0,
+            is_changed: false,
             created: self.births,
         };
-        self.words += resident_words(words);
         let number = if let Some(number) = self.free.pop() {
-            self.entries[number as usize] = entry;
+            let is_changed = self.entries[number as usize].is_changed;
+            self.entries[number as usize] = Entry { is_changed, ..entry };
             number
         } else {
             self.entries.push(entry);
             (self.entries.len() - 1) as u32
         };
-        self.lookup
-            .insert(hash, number, |&other| hash_of(secret, &self.entries[other as usize].words));
-        self.changed.push(number);
+        self.lookup.insert(hash, number, |&other| self.entries[other as usize].hash);
+        self.note_change(number);
         number
+    }
+
+    fn note_change(&mut self, number: u32) {
+        if !std::mem::replace(&mut self.entries[number as usize].is_changed, true) {
+            self.changed.push(number);
+        }
     }
 
     #[inline]
@@ -331,20 +383,20 @@ impl Sets {
         let entry = &mut self.entries[set as usize];
         entry.refs -= 1;
         if entry.refs == 0 {
+            self.words -= resident_words(&entry.words);
+            self.lookup.remove(entry.hash, |&number| number == set);
             self.forget(set);
         }
     }
 
-    /// Releases the number of a set that no block uses any more.
+    /// Releases the number of a set that is not in the table any more.
     #[cold]
     fn forget(&mut self, set: u32) {
-        let entry = &mut self.entries[set as usize];
-        let words = std::mem::take(&mut entry.words);
         self.births += 1;
-        entry.created = self.births;
-        self.words -= resident_words(&words);
-        self.lookup.remove(hash_of(self.secret, &words), |&number| number == set);
+        let entry = &mut self.entries[set as usize];
+        (entry.words, entry.refs, entry.created) = (Vec::new(), 0, self.births);
         self.free.push(set);
+        self.note_change(set);
         if self.lookup.is_empty() {
             let (births, mut changed) = (self.births, std::mem::take(&mut self.changed));
             changed.push(EMPTY);
@@ -364,7 +416,9 @@ impl Sets {
     /// Makes all sets visible to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Vec<Holders>) {
         for number in self.changed.drain(..) {
-            if let Some(entry) = self.entries.get(number as usize) {
+            if let Some(entry) = self.entries.get_mut(number as usize) {
+                step_counter::count(entry.words.len() / COPIED_WORDS_PER_WORK);
+                entry.is_changed = false;
                 view.resize_with(view.len().max(number as usize + 1), Holders::default);
                 view[number as usize] = Holders::new(&entry.words);
             }
@@ -390,7 +444,7 @@ impl Sets {
         self.words * size_of::<Word>()
             + self.entries.capacity() * size_of::<Entry>()
             + self.entries.len() * size_of::<Holders>()
-            + (self.free.capacity() + self.scratch.capacity() * 4) * 4
+            + self.free.capacity() * 4
             + self.lookup.bytes()
     }
 }
@@ -425,7 +479,8 @@ mod tests {
         let sets: Vec<[Word; 2]> = (0..2_000_u64)
             .map(|bits| [Word { at: 0, bits: bits + 1 }, Word { at: 1, bits: bits ^ 1 }])
             .collect();
-        let places = |secret| sets.iter().map(|words| hash_of(secret, words) % PLACES).collect::<Vec<_>>();
+        let hash = |secret, [one, other]: &[Word; 2]| hash_of(secret, *one).wrapping_add(hash_of(secret, *other));
+        let places = |secret| sets.iter().map(|words| hash(secret, words) % PLACES).collect::<Vec<_>>();
         let (one, other) = (places(Secret::new()), places(Secret::new()));
         let distinct: HashSet<_> = one.iter().collect();
         assert!(distinct.len() > 1_800, "{} places for 2,000 sets", distinct.len());

@@ -163,7 +163,11 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
             return Err(failure(format!("a stream has blocks in more than {most} placements")));
         }
         *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
-        number.ok_or_else(|| failure(format!("the index would have more than {MAX_PLACEMENTS} placements")))
+        number.ok_or_else(|| {
+            failure(format!(
+                "a source would have more than {most} placements, or the index more than {MAX_PLACEMENTS}"
+            ))
+        })
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {

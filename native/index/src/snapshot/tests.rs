@@ -1,8 +1,10 @@
 //! Tests of adding a snapshot to an index that other threads use.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io::{self, Read};
 use std::sync::atomic::Ordering;
+
+use proptest::prelude::*;
 
 use super::*;
 use crate::holders::contexts::Context;
@@ -12,6 +14,8 @@ use crate::keys::Scheme;
 use crate::limits::Limits;
 use crate::lookup::matching::Hit;
 use crate::prefix_index::PrefixIndex;
+use crate::rules::pending::{Content, Waiting};
+use crate::step_counter;
 use crate::store::members::Worker;
 use crate::store::shared_state::Block;
 use crate::wire::scan::Schema;
@@ -183,4 +187,180 @@ fn added_streams_keep_their_placements() {
         .map(|(_, placement)| placement.tier.clone())
         .collect();
     assert_eq!(tiers, ["c"]);
+}
+
+// --- counted steps
+
+/// A worker of a generated index. The position in the list of workers is the worker's number.
+#[derive(Clone, Debug, Default)]
+struct ModelWorker {
+    /// The hash and the placements of each block, by its key.
+    blocks: BTreeMap<u64, (u64, BTreeSet<u8>)>,
+    /// The number of tokens of each block that waits for its parent.
+    waiting: Vec<u8>,
+}
+
+fn workers() -> impl Strategy<Value = Vec<ModelWorker>> {
+    let hash = prop_oneof![3 => Just(None), 1 => (0..3_u64).prop_map(Some)];
+    let block = (0..40_u64, hash, prop::collection::btree_set(0..6_u8, 1..5));
+    let blocks = prop::collection::vec(block, 1..30);
+    let worker = (blocks, 1..4_u64, prop::collection::vec(0..=255_u8, 0..4));
+    let worker = worker.prop_map(|(blocks, hashes, waiting)| {
+        let usual = |key| 1_000 * hashes + key;
+        let blocks = blocks.into_iter();
+        let blocks = blocks.map(|(key, hash, placements)| (key, (hash.unwrap_or_else(|| usual(key)), placements)));
+        ModelWorker {
+            blocks: blocks.collect(),
+            waiting,
+        }
+    });
+    prop::collection::vec(worker, 1..5)
+}
+
+fn name(number: usize) -> String {
+    format!("worker{number}")
+}
+
+fn placement(number: u8) -> Placement {
+    Placement {
+        tier: format!("tier{number}"),
+        locality: None,
+        ownership: None,
+        group: 0,
+    }
+}
+
+/// Creates an index with the blocks of a worker. The first block has two copies on its first placement, so that the placements of each block
+/// are examined.
+fn add_worker(index: &PrefixIndex, number: usize, model: &ModelWorker) {
+    index.reset(&name(number), 0, 1);
+    let stream = index.stream(&name(number), 0).unwrap();
+    let (mut stream, mut writer) = (stream.lock(), index.shared_lock.write());
+    let context = Context {
+        scheme: SCHEME,
+        lora: 0,
+        salt: 0,
+    };
+    let context = writer.contexts.retain(context).unwrap();
+    for (at, (&key, (hash, placements))) in model.blocks.iter().enumerate() {
+        let placements: Vec<(u16, Copies)> = (placements.iter().enumerate())
+            .map(|(place, &number)| {
+                let copies = if at + place == 0 {
+                    Copies { least: 2, most: 2 }
+                } else {
+                    Copies::ONE
+                };
+                (stream.use_placement(&mut writer, placement(number)).unwrap(), copies)
+            })
+            .collect();
+        let block = Block {
+            hash: *hash,
+            key,
+            local: 0,
+            context,
+            keyed: false,
+            mixed_key: writer.mixed(key),
+            mixed_hash: writer.mixed(*hash),
+        };
+        stream.put(&mut writer, &block, &placements, None).unwrap();
+    }
+    let (place, _) = stream.held().next().unwrap();
+    for (at, &tokens) in model.waiting.iter().enumerate() {
+        let content = Content {
+            tokens: vec![7; tokens.into()].into(),
+            extras: [].into(),
+            scheme: SCHEME,
+            lora: 0,
+            salt: None,
+        };
+        let waiting = Waiting {
+            hash: 90_000 + at as u64,
+            placement: place,
+            awaited: 80_000,
+            content: Some(content),
+        };
+        stream.waiting.push_within(waiting, 1_000, 1 << 20);
+    }
+    writer.contexts.release(context);
+}
+
+/// The placements of any worker that a model's block has: the number of words of its set of holders, as long as there are few workers.
+fn words_of(workers: &[ModelWorker], key: u64) -> usize {
+    let holders = workers.iter().filter_map(|worker| worker.blocks.get(&key));
+    holders.flat_map(|(_, placements)| placements).collect::<BTreeSet<_>>().len()
+}
+
+/// Number of a worker's blocks whose hash differs from the hash under which the first worker stored them.
+fn foreign_of(workers: &[ModelWorker], worker: &ModelWorker) -> usize {
+    let first = |key| {
+        workers
+            .iter()
+            .find_map(|worker| worker.blocks.get(key))
+            .map(|(hash, _)| *hash)
+    };
+    worker
+        .blocks
+        .iter()
+        .filter(|(key, (hash, _))| first(key) != Some(*hash))
+        .count()
+}
+
+/// Number of a worker's blocks that have the hash of another block.
+fn several_of(worker: &ModelWorker) -> usize {
+    let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
+    worker
+        .blocks
+        .values()
+        .for_each(|(hash, _)| *counts.entry(*hash).or_default() += 1);
+    counts.into_values().filter(|&count| count > 1).sum()
+}
+
+/// Asserts that an export counts at least the items that it examines and writes. `windows` is the number of parts of the index in which
+/// blocks with other hashes are searched.
+fn check_counted_steps(workers: &[ModelWorker], windows: impl Fn(usize) -> usize) {
+    let index = index();
+    for (number, worker) in workers.iter().enumerate() {
+        add_worker(&index, number, worker);
+    }
+    let bound = index.shared_lock.read().records.bound() as usize;
+    let (mut written, mut saved) = (BTreeSet::new(), 0);
+    for (number, worker) in workers.iter().enumerate() {
+        let words: usize = worker.blocks.keys().map(|&key| words_of(workers, key)).sum();
+        step_counter::taken();
+        index.blocks(&name(number), 0);
+        let (listed, least) = (step_counter::taken().taken, worker.blocks.len() + words);
+        assert!(listed >= least, "{listed} steps of at least {least}");
+
+        let placements = worker.blocks.values().flat_map(|(_, placements)| placements);
+        let mut named: BTreeSet<u8> = BTreeSet::new();
+        for &placement in placements.filter(|&&placement| named.insert(placement)) {
+            saved += 1 + written.len();
+            written.insert(placement);
+        }
+        let foreign = foreign_of(workers, worker);
+        let waiting: usize = worker.waiting.iter().map(|&tokens| 1 + usize::from(tokens) / 64).sum();
+        saved += bound.div_ceil(64) + windows(foreign) * foreign + worker.blocks.len() + words + several_of(worker) + waiting;
+    }
+    step_counter::taken();
+    index.save(io::sink(), None).unwrap();
+    let taken = step_counter::taken().taken;
+    assert!(taken >= saved, "{taken} steps of at least {saved}");
+}
+
+proptest! {
+    #[test]
+    fn an_export_counts_what_it_examines(workers in workers()) {
+        check_counted_steps(&workers, |_| 1);
+    }
+}
+
+/// Many blocks with other hashes: the blocks are searched in two parts of the index.
+#[test]
+fn an_export_counts_each_part_of_the_index() {
+    const BLOCKS: u64 = 70_000;
+    let worker = |hash: u64| ModelWorker {
+        blocks: (0..BLOCKS).map(|key| (key, (hash + key, BTreeSet::from([0])))).collect(),
+        waiting: Vec::new(),
+    };
+    check_counted_steps(&[worker(0), worker(BLOCKS)], |foreign| if foreign > 0 { 2 } else { 1 });
 }

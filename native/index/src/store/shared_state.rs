@@ -94,6 +94,8 @@ pub struct SharedState {
     unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
     /// Number of entries in `unlisted`.
     unlisted_holders: usize,
+    /// For each source, the number of its streams that have named each placement.
+    source_placements: HashMap<String, HashMap<u16, u32>>,
     /// Number of heap bytes of all streams; updated only if a memory limit is set.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
@@ -117,6 +119,7 @@ impl SharedState {
             contexts: Contexts::new(secret),
             unlisted: HashMap::new(),
             unlisted_holders: 0,
+            source_placements: HashMap::new(),
             streams_bytes: 0,
             secret,
             limits,
@@ -512,12 +515,39 @@ impl SharedState {
         self.view.change().use_scheme(number, scheme);
     }
 
-    /// Changes the list of placements that a stream has named.
-    pub fn name_placements(&mut self, number: u32, change: impl FnOnce(&mut Vec<u16>)) {
+    /// Records that a stream has named another placement. Returns false if the ranks of the stream's source would have too many placements
+    /// in all: the cost of a change of holders grows with the number of placements, and the ranks of an engine have the same placements.
+    pub fn name_placement(&mut self, stream: u32, placement: u16) -> bool {
         let view = &mut *self.view.change();
-        let member = view.members.get_mut(number as usize).and_then(Option::as_mut);
-        if let Some(member) = member {
-            change(&mut member.placements);
+        let Some(member) = view.members.get_mut(stream as usize).and_then(Option::as_mut) else {
+            return true;
+        };
+        let named = self.source_placements.entry(member.worker.source.clone()).or_default();
+        if !named.contains_key(&placement) && named.len() >= self.limits.places {
+            return false;
+        }
+        *named.entry(placement).or_default() += 1;
+        member.placements.push(placement);
+        true
+    }
+
+    /// Removes the placements that a stream has named.
+    pub fn leave_placements(&mut self, stream: u32) {
+        let view = &mut *self.view.change();
+        let Some(member) = view.members.get_mut(stream as usize).and_then(Option::as_mut) else {
+            return;
+        };
+        let Some(named) = self.source_placements.get_mut(&member.worker.source) else {
+            return;
+        };
+        for placement in member.placements.drain(..) {
+            if let Some(streams) = named.get_mut(&placement) {
+                *streams -= 1;
+            }
+        }
+        named.retain(|_, streams| *streams > 0);
+        if named.is_empty() {
+            self.source_placements.remove(&member.worker.source);
         }
     }
 

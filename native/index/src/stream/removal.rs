@@ -196,18 +196,15 @@ impl Stream {
         }
     }
 
-    /// Drops every copy of one block on the placements that `is_meant` accepts.
-    pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, is_meant: impl Fn(u16) -> bool) {
-        let placements: Vec<u16> = shared
-            .sets
-            .placements(shared.records.set(number), self.number)
-            .filter(|&placement| is_meant(placement))
-            .collect();
-        if placements.is_empty() {
-            return;
-        }
+    /// Drops every copy of one block on some placements.
+    fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, placements: &[u16]) {
         let key = shared.records.key(number);
-        for placement in placements {
+        let mut has_dropped = false;
+        for &placement in placements {
+            if !shared.sets.holds(shared.records.set(number), placement, self.number) {
+                continue;
+            }
+            has_dropped = true;
             shared.toggle(number, placement, self.number, &mut self.removed);
             let copies = self.forget_copies(shared, number, placement);
             self.note_changed_copy(shared, hash, placement);
@@ -216,7 +213,7 @@ impl Stream {
             let copy = named.marks.copy(hash, key);
             self.tally -= copy.times(copies.most);
         }
-        if !shared.sets.knows(shared.records.set(number), self.number) {
+        if has_dropped && !shared.sets.knows(shared.records.set(number), self.number) {
             self.remove_record(shared, hash, number);
         }
     }
@@ -234,6 +231,8 @@ impl Stream {
             return false;
         }
         let bound = writer.records.bound();
+        let is_cleared = |named: &&NamedPlacement| named.held > 0 && is_meant(named.placement);
+        let placements: Vec<u16> = self.named.iter().filter(is_cleared).map(|named| named.placement).collect();
         self.note_waiting(writer, &is_meant);
         let (numbers, foreign) = writer.unlocked(|| {
             self.waiting.clear(&is_meant);
@@ -243,11 +242,11 @@ impl Stream {
         step_counter::count(looks);
         for number in numbers {
             let hash = writer.records.hash(number);
-            self.drop_block(writer, hash, number, &is_meant);
+            self.drop_block(writer, hash, number, &placements);
             self.spend(writer, 1);
         }
         for (number, hash) in foreign {
-            self.drop_block(writer, hash, number, &is_meant);
+            self.drop_block(writer, hash, number, &placements);
             self.spend(writer, 1);
         }
         true

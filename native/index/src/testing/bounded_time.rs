@@ -371,6 +371,96 @@ proptest! {
     }
 }
 
+/// Some of an engine's blocks, on one of the media of a rank.
+#[derive(Clone, Copy, Debug)]
+struct Copied {
+    medium: u8,
+    first: u8,
+    count: u8,
+}
+
+const MEDIA: u8 = 60;
+
+fn copied() -> impl Strategy<Value = Copied> {
+    let medium = prop_oneof![Just(MEDIA - 1), 0..MEDIA];
+    (medium, 0..100_u8, 1..100_u8).prop_map(|(medium, first, count)| Copied { medium, first, count })
+}
+
+/// An event for copies of blocks. If a rank has media of its own, their names include the rank.
+fn copies_event(copied: Copied, blocks: u8, own: Option<i64>, is_stored: bool) -> Vec<u8> {
+    let first = copied.first % blocks;
+    let hashes = array(first..first.saturating_add(copied.count).min(blocks));
+    let medium = text(&format!("{}-{}", own.unwrap_or_default(), copied.medium));
+    match is_stored {
+        true => [b"\x97\xABBlockStored".to_vec(), hashes, b"\xC0\x90\x00\xC0".to_vec(), medium].concat(),
+        false => [b"\x93\xACBlockRemoved".to_vec(), hashes, medium].concat(),
+    }
+}
+
+/// Changes of blocks that many ranks hold on many media: the sets of holders have thousands of words.
+fn check_changes(ranks: i64, has_own_media: bool, blocks: u8, are_equal: bool, changes: &[Copied]) {
+    let index = index();
+    for rank in (0..ranks).rev() {
+        let own = has_own_media.then_some(rank);
+        let stored = |at| RepeatedEvent {
+            first: at,
+            token: at,
+            ..repeated(0, 1, 1, None)
+        };
+        let mut events: Vec<Vec<u8>> = (0..blocks).map(|at| stored(at).encoded(rank, 0)).collect();
+        for medium in 0..MEDIA {
+            let first = if are_equal { 0 } else { medium % blocks };
+            let copied = Copied {
+                medium,
+                first,
+                count: blocks,
+            };
+            events.push(copies_event(copied, blocks, own, true));
+        }
+        index.batch("bad", rank, 0, 0, &batch_of(&events));
+    }
+    let own = has_own_media.then_some(0);
+    let removed = changes.iter().map(|&copied| copies_event(copied, blocks, own, false));
+    let stored = changes.iter().map(|&copied| copies_event(copied, blocks, own, true));
+    let turn: Vec<Vec<u8>> = removed.chain(stored).collect();
+    let bytes: usize = turn.iter().map(Vec::len).sum();
+    let count = turn.len() * ((1 << 18) / bytes);
+    apply(
+        &index,
+        "bad",
+        1,
+        &batch_of(&turn.into_iter().cycle().take(count).collect::<Vec<_>>()),
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: ProptestConfig::default().cases / 16,
+        max_shrink_iters: 20,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn no_change_of_holders_takes_many_steps(
+        (ranks, has_own_media) in (prop_oneof![2..64_i64, Just(64)], any::<bool>()),
+        (blocks, are_equal) in (prop_oneof![Just(1_u8), 1..30_u8], any::<bool>()),
+        changes in prop::collection::vec(copied(), 1..8),
+    ) {
+        check_changes(ranks, has_own_media, blocks, are_equal, &changes);
+    }
+}
+
+/// One block that is stored and removed in turn on one of thousands of placements.
+#[test]
+fn a_block_that_comes_and_goes_on_one_of_many_placements() {
+    let change = Copied {
+        medium: MEDIA - 1,
+        first: 0,
+        count: 1,
+    };
+    check_changes(64, true, 1, true, &[change]);
+}
+
 fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEvent {
     RepeatedEvent {
         kind,
@@ -727,12 +817,10 @@ fn many_placements_of_many_ranks() {
     assert!(found.hits.iter().all(|hit| hit.tokens[0] == TOKENS && !found.is_certain(hit)));
 }
 
-/// Many ranks of engines with one group. Each rank has the maximum number of separate media, and each medium holds every second block of a
-/// prompt. The test also has two blocks for each key, and blocks of several sizes. Blocks that the lookup does not read are not certain.
+/// Many engines with one group. Each engine has the maximum number of separate media, and each medium holds every second block of a prompt. The test also has two blocks for each key, and blocks of several sizes. Blocks that the lookup does not read are not certain.
 #[test]
-fn many_media_of_many_ranks() {
-    const RANKS: i64 = 64;
-    for (twins, sizes, tokens) in [(1, &[1][..], 1_200), (2, &[1, 2, 4, 5], 200)] {
+fn many_media_of_many_engines() {
+    for (engines, twins, sizes, tokens) in [(64, 1, &[1][..], 1_200), (24, 2, &[1, 2, 4, 5], 200)] {
         let chains: Vec<(u32, u32)> = sizes
             .iter()
             .flat_map(|&size| (0..twins).map(move |twin| (size, twin)))
@@ -743,7 +831,7 @@ fn many_media_of_many_ranks() {
             [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
         };
         let index = index();
-        for rank in 0..RANKS {
+        for engine in 0..engines {
             let copies = |medium: u32| {
                 let odd: Vec<u32> = chains
                     .iter()
@@ -752,33 +840,29 @@ fn many_media_of_many_ranks() {
                 let fields = [
                     hashes(odd.into_iter()),
                     b"\xC0\x90\x00\xC0".to_vec(),
-                    text(&format!("{rank}-{medium}")),
+                    text(&format!("{engine}-{medium}")),
                 ];
                 [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat()
             };
             let events = chains.iter().map(|&(size, twin)| stored(numbers((size, twin)), size, tokens));
-            index.batch(
-                "bad",
-                rank,
-                0,
-                0,
-                &batch_of(&events.chain((0..60).map(copies)).collect::<Vec<_>>()),
-            );
+            let events = events.chain((0..60).map(copies)).collect::<Vec<_>>();
+            index.batch(&format!("bad-{engine}"), 0, 0, 0, &batch_of(&events));
         }
         index.batch("good", 0, 0, 0, &batch_of(&[stored(0..5, 1, 5)]));
         let prompt: Vec<u32> = (0..tokens).collect();
         let found = look_up(&index, &prompt, &Scope::default());
         index.match_prompt(&prompt, &Scope::default());
         assert!(step_counter::taken().longest > STEPS_PER_HOLD / 8, "reads are counted");
-        assert_eq!(found.hits.len(), 1 + RANKS as usize);
+        assert_eq!(found.hits.len(), 1 + engines as usize);
         for hit in &found.hits {
             let [certain, ..] = found.certain(hit);
             match &*found.worker(hit).source {
                 "good" => assert_eq!((hit.tokens[0], certain), (5, 5)),
                 _ if twins == 2 => assert_eq!((hit.tokens[0], certain), (tokens, 0)),
-                _ => assert!(hit.tokens[0] == tokens && (100..tokens).contains(&certain)),
+                _ => assert!(hit.tokens[0] == tokens && (100..=tokens).contains(&certain)),
             }
         }
+        assert!(found.hits.iter().any(|hit| !found.is_certain(hit)));
     }
 }
 
@@ -844,21 +928,22 @@ impl FairCase {
     }
 }
 
-/// An engine whose ranks hold the blocks of a prompt on many media of their own.
+/// Engines that hold the blocks of a prompt on many media of their own.
 pub(super) fn hostile_media(case: &FairCase, twins: u32) -> PrefixIndex {
     let index = index();
     for rank in 0..64 {
         let chains = (0..twins).map(|twin| case.store(twin * case.tokens, case.tokens, 1));
         let numbers = |medium: u32| (0..twins * case.tokens).filter(move |number| (number + medium).is_multiple_of(2));
         let copies = (0..60).map(|medium| FairCase::copies(numbers(medium), &format!("{rank}-{medium}")));
-        index.batch("bad", rank, 0, 0, &batch_of(&chains.chain(copies).collect::<Vec<_>>()));
+        let events = chains.chain(copies).collect::<Vec<_>>();
+        index.batch(&format!("bad-{rank}"), 0, 0, 0, &batch_of(&events));
     }
     index
 }
 
 /// An engine that uses up every budget of a lookup leaves enough for the workers of other engines.
 #[test]
-fn media_of_one_engine_leave_budgets_to_others() {
+fn media_of_many_engines_leave_budgets_to_others() {
     let case = FairCase {
         tokens: 1_200,
         is_hybrid: false,
@@ -867,7 +952,7 @@ fn media_of_one_engine_leave_budgets_to_others() {
 }
 
 #[test]
-fn media_of_one_engine_leave_budgets_to_hybrid_others() {
+fn media_of_many_engines_leave_budgets_to_hybrid_others() {
     let case = FairCase {
         tokens: 1_200,
         is_hybrid: true,
