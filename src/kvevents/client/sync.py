@@ -127,7 +127,7 @@ class Client(Closeable):
             try:
                 outcome = attempts.on_answer(*self.exchange(call, attempts.seconds))
             except (OSError, HTTPException, UnicodeError) as error:
-                kind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type))
+                kind: HttpErrorKind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type))
                 outcome = attempts.on_error(kind, reason_of(error))
             if not isinstance(outcome, RetryPause):
                 return outcome

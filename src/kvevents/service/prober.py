@@ -118,8 +118,10 @@ class Prober:
                 task.cancel()
 
     def _run_round(self, now: float) -> None:
-        fields = [(member, _endpoint_to_probe(member)) for member in list(self._fleet.members.values())]
-        targets = {(member, field): None for member, field in fields if field is not None}
+        members = list(self._fleet.members.values())
+        targets: dict[tuple[Member, EndpointField], None] = {
+            (member, field): None for member in members if (field := _endpoint_to_probe(member)) is not None
+        }
         for target in [former for former in self._probes if former not in targets]:
             del self._probes[target]
             self._record_fault(*target, None)
