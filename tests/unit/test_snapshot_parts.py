@@ -402,7 +402,7 @@ def test_an_index_with_all_placements_accepts_only_blocks_on_existing_ones() -> 
     Feed(index, "known")(store([1], [5, 5], 2, group_idx=4000))
     Feed(index, "new")(store([1], [6, 6], 2, group_idx=MAX_PLACEMENTS))
     before = observable_state(full)
-    with pytest.raises(SnapshotError, match=f"more than {MAX_PLACEMENTS} placements"):
+    with pytest.raises(SnapshotError, match=f"or the index more than {MAX_PLACEMENTS}"):
         full.merge(io.BytesIO(take_snapshot(index)))
     assert observable_state(full) == before
     merge_snapshot(snapshot_of(index, ("known", 0)), full)
