@@ -159,9 +159,8 @@ class ZmqEventPublisher(QueuedPublisher):
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._closing_lock = threading.RLock()
-        self._compaction = threading.Thread(
-            target=self._replay_buffer.compact_until_stopped, daemon=True, name="zmq-compaction"
-        )
+        compact_until_stopped = self._replay_buffer.compact_until_stopped
+        self._compaction = threading.Thread(target=compact_until_stopped, daemon=True, name="zmq-compaction")
         self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:

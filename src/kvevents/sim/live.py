@@ -159,11 +159,7 @@ class LiveFleet:
         requested: Sequence[RequestedFault] = (),
         timers: LiveTimers | None = None,
     ) -> None:
-        if pace is not None and not 0 < pace < float("inf"):
-            raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
-        timed = [fault.kind for fault in requested if KINDS[fault.kind].needs_time]
-        if pace is None and timed:
-            raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
+        _check_pace(pace, requested)
         self.settings = settings
         self.timers = timers = timers or LiveTimers()
         self.pace = pace
@@ -187,22 +183,10 @@ class LiveFleet:
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
             self.follower: Final = AuditingFollower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
-            routers = make_routers(
-                settings,
-                name,
-                self.follower.audit,
-                trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
-                clock=lambda: self._timeline.now,
-            )
-            self.fleet = SimulatedFleet(
-                settings,
-                routers,
-                self.follower.audit,
-                self.sockets,
-                self._timeline,
-                clock=time.time,
-                before_choice=self.catch_up if pace is None else None,
-            )
+            audit, timeline = self.follower.audit, self._timeline
+            routers = make_routers(settings, name, audit, trust=self._trust_state, clock=lambda: timeline.now)
+            wait = self.catch_up if pace is None else None
+            self.fleet = SimulatedFleet(settings, routers, audit, self.sockets, timeline, clock=time.time, before_choice=wait)
             self.follower.follow(address.source for address in self.addresses)
             self._wait_for_subscriber()
             self._closing: Final = closing.pop_all()
@@ -287,6 +271,9 @@ class LiveFleet:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
+    def _trust_state(self, worker: Worker) -> str:
+        return self.follower.trust.get(worker, "CONNECTING")
+
     def _wait_for_subscriber(self) -> None:
         """Wait until the subscriber follows all streams.
 
@@ -345,6 +332,14 @@ class LiveFleet:
 
     def _is_followed(self, worker: Worker) -> bool:
         return self.sockets.subscribers(worker) > 0 and self.follower.trust[worker] not in ("CONNECTING", "REPLAYING", "STALE")
+
+
+def _check_pace(pace: float | None, requested: Sequence[RequestedFault]) -> None:
+    if pace is not None and not 0 < pace < float("inf"):
+        raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
+    timed = [fault.kind for fault in requested if KINDS[fault.kind].needs_time]
+    if pace is None and timed:
+        raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
 
 
 # --- faults
