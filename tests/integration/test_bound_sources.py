@@ -312,36 +312,34 @@ def test_sources_that_cannot_share_an_endpoint_are_refused(endpoint: str, change
         assert len(subscriber.statuses()) == 1
 
 
-def test_swapped_ports_of_ranks_are_named() -> None:
-    """Each stream has batches that state the other's rank."""
-    publishers = [ZmqEventPublisher(rank, f"tcp://127.0.0.1:{reserve_port()}", bind=True) for rank in (0, 0)]
+@pytest.mark.parametrize(
+    ("stated", "is_swapped"), [((0, 1), False), ((1, 0), True), ((0, 0), False), ((None, None), False), ((5, 6), False)]
+)
+def test_swapped_ports_of_ranks_are_named(stated: tuple[int | None, int | None], is_swapped: bool) -> None:
+    """The ports are swapped if each stream has batches that state the other's rank."""
+    publishers = [ZmqEventPublisher(0, f"tcp://127.0.0.1:{reserve_port()}", bind=True) for _ in stated]
     sources = [Source(publisher.endpoint, name="e", rank=rank) for rank, publisher in enumerate(publishers)]
 
-    def publish(*ranks: int | None) -> Callable[[], None]:
-        def act() -> None:
-            for publisher, rank in zip(publishers, ranks, strict=True):
-                publisher.publish(KVEventBatch(0.0, [BlockRemoved([1])], rank))
-
-        return act
+    def publish() -> None:
+        for publisher, rank in zip(publishers, stated, strict=True):
+            publisher.publish(KVEventBatch(0.0, [BlockRemoved([1])], rank))
 
     with Subscriber(sources) as subscriber:
         received = Received(subscriber)
 
-        def reasons() -> list[bool]:
+        def have_arrived() -> bool:
+            ranks = [each.rank for each in received.deliveries.get("e", [])]
+            return min(ranks.count(0), ranks.count(1)) > 10
+
+        def are_named() -> list[bool]:
             return [DegradedReason.RANK in status.degraded_reasons for status in subscriber.statuses()]
 
-        received.until(lambda: len(received.numbers("e")) > 20, publish(0, 1))
-        assert reasons() == [False, False]
-    for first, second, expected in ((1, 0, True), (0, 0, False), (None, None, False), (5, 6, False)):
-        with Subscriber(sources) as subscriber:
-            received = taken = Received(subscriber)
-            received.until(lambda taken=taken: len(taken.numbers("e")) > 20, publish(first, second))  # type: ignore[misc]
-            if expected:
-                received.until(lambda: reasons() == [True, True], publish(first, second))
-                assert {each.rank: each.data_parallel_rank for each in received.deliveries["e"] if isinstance(each, Batch)} == {
-                    0: 1,
-                    1: 0,
-                }
-            assert reasons() == [expected, expected]
+        received.until(have_arrived, publish)
+        if is_swapped:
+            received.until(lambda: are_named() == [True, True], publish)
+        assert are_named() == [is_swapped, is_swapped]
+        # A publisher adds its own rank, 0, to batches without one.
+        expected = {rank: other or 0 for rank, other in enumerate(stated)}
+        assert {each.rank: each.data_parallel_rank for each in received.deliveries["e"] if isinstance(each, Batch)} == expected
     for publisher in publishers:
         publisher.shutdown()
