@@ -33,8 +33,7 @@ impl Stream {
         }
         let has_key = u64::from(event.keyable) >= event.block_size;
         let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && has_key;
-        let is_wanted =
-            event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none() && self.samples_left > 0);
+        let is_wanted = event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none());
         if is_wanted && is_plain && event.parent_hash().is_none() {
             self.learn_from_root(read, event);
         }

@@ -112,6 +112,60 @@ fn streams_whose_first_block_is_not_read() {
     }
 }
 
+/// If not even the holders of the first block can be read, in none of many block sizes, all streams might hold the prompt.
+#[test]
+fn streams_whose_first_block_is_not_read_in_many_sizes() {
+    let case = FairCase {
+        tokens: 240,
+        is_hybrid: false,
+    };
+    let index = hostile_media(&case, 1);
+    for rank in 0..64 {
+        let first = |medium: u32| FairCase::copies(0..1, &format!("{rank}-{medium}"));
+        index.batch(
+            &format!("bad-{rank}"),
+            0,
+            0,
+            1,
+            &batch_of(&(0..60).map(first).collect::<Vec<_>>()),
+        );
+    }
+    for rank in 0..8_u32 {
+        let sizes = 2 + 15 * rank..17 + 15 * rank;
+        let stores: Vec<_> = sizes
+            .map(|size| case.store(1_000 * size, case.tokens / size * size, size))
+            .collect();
+        index.batch("sizes", rank.into(), 0, 0, &batch_of(&stores));
+    }
+    let found = index.match_prompt(&prompt(case.tokens), &Scope::default());
+    let of_media = found.hits.iter().filter(|hit| found.worker(hit).source != "sizes");
+    let tokens: Vec<_> = of_media.map(|hit| (hit.tokens[0], found.certain(hit)[0])).collect();
+    assert_eq!(tokens.len(), 64);
+    assert!(
+        tokens
+            .iter()
+            .all(|&(most, certain)| most == case.tokens && [0, most].contains(&certain))
+    );
+    assert!(tokens.iter().any(|&(_, certain)| certain == 0));
+}
+
+/// A stream begins to hold, and ceases to hold, a block on a medium at each position.
+#[test]
+fn holders_that_are_read_again() {
+    const BLOCKS: usize = 1_000;
+    let index = index();
+    let case = FairCase {
+        tokens: BLOCKS as u32,
+        is_hybrid: false,
+    };
+    let copies = FairCase::copies((0..case.tokens).step_by(2), "cpu");
+    index.batch("a", 0, 0, 0, &batch_of(&[case.store(0, case.tokens, 1)]));
+    index.batch("b", 0, 0, 0, &batch_of(&[case.store(0, case.tokens, 1), copies]));
+    let [once, again] = [false, true].map(|is_again| walked(&index, &prompt(case.tokens), is_again));
+    // Each further read of a block restricts its holders to those that are meant, and reads them.
+    near(again.reads - once.reads, 2 * BLOCKS, "further reads");
+}
+
 /// A stream that begins to need hashes publishes all of its copies, some at a time.
 #[test]
 fn a_stream_that_begins_to_need_hashes() {
@@ -188,4 +242,30 @@ fn first_blocks_that_no_scheme_explains() {
         let is_known = index.stream("bad", 0).unwrap().lock().groups.hashing.is_some();
         assert_eq!(is_known, is_found, "after {unknown} others");
     }
+}
+
+/// Searches for the streams of other sources do not examine the many changes of one source.
+#[test]
+fn changes_of_one_source_are_not_examined_for_all() {
+    const TOKENS: u32 = 8_000;
+    let index = index();
+    let full = |end: u32| group(0, "full_attention", 0, 1, 0..end, end);
+    let windows = (1..5).map(|at| group(at, "sliding_window", 9, 1, (u32::from(at) % 2..TOKENS).step_by(2), 0));
+    index.batch(
+        "bad",
+        0,
+        0,
+        0,
+        &batch_of(&[full(TOKENS)].into_iter().chain(windows).collect::<Vec<_>>()),
+    );
+    for end in (0..600).map(|at| TOKENS - at) {
+        let events = [full(end), group(1, "sliding_window", 9, 1, end - 9..end, 0)];
+        index.batch(&format!("good-{end}"), 0, 0, 0, &batch_of(&events));
+    }
+    step_counter::taken();
+    let found = index.match_prompt(&prompt(TOKENS), &Scope::default());
+    let taken = step_counter::taken().taken;
+    assert!(taken < 1 << 19, "{taken} steps");
+    let certain = found.hits.iter().filter(|hit| found.is_certain(hit));
+    assert_eq!(certain.filter(|hit| found.worker(hit).source != "bad").count(), 600);
 }
