@@ -85,7 +85,7 @@ class Subscriber:
     """The loop of the examples. They have two faults, which this one keeps: a gap is noticed only if `last_seq` is set, which
     live batches do not do, and a REQ socket receives one message of a reply."""
 
-    def __init__(self, context: Context, publisher: Any, batch_type: type[EventBatch]) -> None:
+    def __init__(self, context: Context, publisher: Any, batch_type: type[Any]) -> None:
         self.decoder = msgspec.msgpack.Decoder(type=batch_type)
         self.last_seq = -1
         self.printed: list[tuple[float, int]] = []
@@ -174,8 +174,8 @@ def test_the_example_subscribers_print_every_batch(context: Context, publisher: 
 
 
 @pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch])
-def test_the_example_subscribers_read_heartbeats_and_full_history(context: Context, batch_type: type[EventBatch]) -> None:
-    """What only kvevents sends has the same form."""
+def test_the_example_subscribers_read_heartbeats_and_full_history(context: Context, batch_type: type[Any]) -> None:
+    """What only kvevents sends has the same form, also for a program that imports its types from `kvevents.compat`."""
     with run_publisher(replay_endpoint=ANY, buffer_steps=1, topic=TOPIC, heartbeat=0.01) as sender:
         subscriber = Subscriber(context, sender, batch_type)
         wait_until(lambda: sender.stats().subscribers, "the subscription")
@@ -439,9 +439,11 @@ def test_the_factories_create_what_their_configuration_names() -> None:
         topic: str = ""
 
     given: Any = Config()
-    made = create_vllm(given, data_parallel_rank=2)
-    assert made.endpoint == "inproc://v_dp2"
-    made.shutdown()
+    create_ours: Any = kvevents.EventPublisherFactory.create
+    for create_any in (create_vllm, create_ours):
+        made = create_any(given, data_parallel_rank=2, dialect="vllm-latest")
+        assert made.endpoint == "inproc://v_dp2"
+        made.shutdown()
 
 
 @pytest.mark.parametrize(

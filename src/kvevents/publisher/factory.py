@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from kvevents.config import KVEventsConfig
 from kvevents.errors import ConfigError
@@ -48,8 +48,10 @@ class EventPublisherFactory(PublisherRegistry):
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - a ClassVar of the base class
 
     @classmethod
-    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
+    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0, **options: Any) -> EventPublisher:
         """Return the publisher for one rank; a `NullEventPublisher` if `config` is None or events are not enabled.
+
+        `config` may also be an engine's own. `options`, such as `dialect`, are passed to the publisher's constructor.
 
         Raises ValueError if the name is not registered, and any exception of the publisher's constructor.
         """
@@ -57,5 +59,5 @@ class EventPublisherFactory(PublisherRegistry):
             return NullEventPublisher(data_parallel_rank)
         settings = {name: getattr(config, name) for name in _ENGINE_FIELDS}
         # A publisher written for an engine does not know the fields of kvevents, so these are passed only if they are set.
-        settings |= {name: getattr(config, name) for name in _OWN_FIELDS if getattr(config, name) is not None}
+        settings |= {name: value for name in _OWN_FIELDS if (value := getattr(config, name, None)) is not None} | options
         return cls._constructor(config.publisher or "")(data_parallel_rank=data_parallel_rank, **settings)
