@@ -173,7 +173,7 @@ def test_the_example_subscribers_print_every_batch(context: Context, publisher: 
     assert subscriber.printed == [(5.0, 1), (6.0, 0)]
 
 
-@pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch])
+@pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch, vllm.KVEventBatch, sglang.KVEventBatch])
 def test_the_example_subscribers_read_heartbeats_and_full_history(context: Context, batch_type: type[Any]) -> None:
     """What only kvevents sends has the same form, also for a program that imports its types from `kvevents.compat`."""
     with run_publisher(replay_endpoint=ANY, buffer_steps=1, topic=TOPIC, heartbeat=0.01) as sender:

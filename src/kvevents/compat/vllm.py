@@ -14,7 +14,7 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, get_type_hints
 
 from kvevents import events, publisher
 from kvevents.compat.field_parsers import parse_fields
@@ -47,6 +47,11 @@ __all__ = [
 ExternalBlockHash: TypeAlias = bytes | int
 """vLLM's type of the same name, from `vllm.v1.core.kv_cache_utils`."""
 
+if TYPE_CHECKING:
+    _Locality: TypeAlias = str | None
+else:
+    _Locality = str | dict[str, Any] | None
+
 
 class KVCacheEvent(events.KVCacheEvent, array_like=True, forbid_unknown_fields=False):
     """Base class of all KV cache events; a subclass of the one in `kvevents.events`."""
@@ -78,8 +83,13 @@ class BlockRemoved(KVCacheEvent):
     block_hashes: list[ExternalBlockHash]
     medium: str | None = None
     group_idx: int | None = None
-    locality: str | None = None
+    locality: _Locality = None
     ownership: str | None = None
+
+    def __post_init__(self) -> None:
+        """Drop the heartbeat of kvevents that an array event has in place of `locality`, which vLLM sends in maps only."""
+        if not isinstance(self.locality, str):
+            self.locality = None
 
 
 class AllBlocksCleared(KVCacheEvent):
