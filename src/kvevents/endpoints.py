@@ -115,7 +115,9 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
         return f"{endpoint}_dp{data_parallel_rank}"
     if "tcp" not in endpoint:
         raise ConfigError(f"Invalid endpoint: must contain 'inproc' or 'tcp', or start with 'ipc://'; it is {endpoint!r}")
-    target = split_tcp(endpoint)
+    transport, separator, address = endpoint.partition("://")
+    source, semicolon, address = address.rpartition(";")  # ZeroMQ also accepts a source address: tcp://FROM;HOST:PORT
+    target = split_tcp(transport + separator + address)
     if target is None:
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
     host, port = target
@@ -124,7 +126,7 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
     if port + data_parallel_rank > MAX_PORT:
         needed = port + data_parallel_rank
         raise ConfigError(f"rank {data_parallel_rank} of {endpoint} would need port {needed}; choose a lower port")
-    return f"tcp://{host}:{port + data_parallel_rank}"
+    return f"tcp://{source}{semicolon}{host}:{port + data_parallel_rank}"
 
 
 def should_bind(endpoint: str) -> bool:

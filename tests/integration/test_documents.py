@@ -453,6 +453,7 @@ def test_the_factories_create_what_their_configuration_names() -> None:
         ("tcp://*:5557", 0, "tcp://*:5557"),
         ("tcp://*:5557", 3, "tcp://*:5560"),
         ("tcp://host:5557", 1, "tcp://host:5558"),
+        ("tcp://10.0.0.1:0;host:5557", 1, "tcp://10.0.0.1:0;host:5558"),
         ("inproc://cache", 1, "inproc://cache_dp1"),
     ],
 )
