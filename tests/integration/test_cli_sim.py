@@ -147,7 +147,10 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
         (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
-        (["--workload", "chat", "--trace-speed", "2"], r"--trace-speed applies only to a trace; .*"),
+        (
+            ["--workload", "chat", "--trace-speed", "2"],
+            r"--trace-speed applies only to a trace; for chat use rate \(--rate\), .*",
+        ),
         (["--rate", "0"], r"--rate is 0.0; it must be above 0"),
         (["--trace-speed", "inf"], r"--trace-speed is inf; it must be above 0"),
         (

@@ -151,7 +151,9 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         FleetSettings.__post_init__(self)
         if self.trace_speed is not None and self.workload != "trace":
-            raise ConfigError(f"trace_speed applies only to a trace; set `rate` for the requests per second of {self.workload}")
+            raise ConfigError(
+                f"trace_speed applies only to a trace; for {self.workload} use rate (--rate), requests per second"
+            )
         if self.trace is not None and self.workload != "trace":
             raise ConfigError(f"{self.trace} is a trace, and {self.workload} generates requests; use one of them")
 
