@@ -54,7 +54,7 @@ def test_an_engine_is_registered_with_the_port_of_its_replay_endpoint(service: R
         assert registered.code == 0, registered.err
         wide = ask(service, "sources", "e-4", "-o", "wide").out.splitlines()[1]
         assert {publisher.endpoint, publisher.replay_endpoint} <= set(wide.split())
-        assert ask(service, "unregister", "e-4", "--model", "llama").code == 0
+        assert ask(service, "unregister", "e-4").code == 0, "the model is its own by default"
 
 
 def test_an_engine_that_is_asked_for_by_a_wrong_name_is_an_error_with_a_suggestion(service: RunningService) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from cli_cases import RECORDING, RUN, SECONDS, Program, refuse_connections, run
 from cli_record_cases import ANY_PORT, serving
+from kvevents.cli.options import check_writable
+from kvevents.errors import UsageError
 from kvevents.recording import LiveBatch, live_batches, read_recording, recorded_endpoints
 from kvevents.testing import Faults, TapePlayer
 
@@ -107,6 +110,29 @@ def test_a_missing_folder_is_reported_before_record_waits_for_an_engine(tmp_path
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 2
     assert "does not exist" in refused.err
+
+
+def test_a_folder_in_place_of_a_file_is_reported_before_record_waits_for_an_engine(tmp_path: Path) -> None:
+    with refuse_connections() as nowhere:
+        refused = run("record", nowhere, tmp_path, "--force")
+    assert refused.code == 2
+    assert f"cannot write {tmp_path}: it is a directory; name a file" in refused.err
+
+
+def test_a_file_without_permission_is_reported_before_a_long_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Root has every permission, so the answer of the system is replaced."""
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
+    with pytest.raises(UsageError, match="no permission; name a file that this process can write"):
+        check_writable(tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").touch()
+    check_writable(tmp_path / "run.jsonl")
+
+
+def test_play_explains_an_address_that_it_cannot_bind() -> None:
+    refused = run("play", RECORDING, "--endpoint", "tcp://192.0.2.1:9")
+    assert refused.code == 1
+    assert "cannot bind tcp://192.0.2.1:9: Cannot assign requested address; this host has no such address;" in refused.err
+    assert "addr=" not in refused.err
 
 
 def test_an_existing_recording_is_not_lost_if_no_engine_connects(tmp_path: Path) -> None:

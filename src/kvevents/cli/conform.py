@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import check_directory
+from kvevents.cli.options import check_writable
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.values import positive_int, service_url, whole_number
 from kvevents.conform import scenario as steps
@@ -100,7 +100,7 @@ def run(args: Namespace) -> int:
                 console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
         return ExitCode.OK
     for path in args.save:
-        check_directory(path)
+        check_writable(path)
     driver = _make_driver(args)
     plays = _play_functions(scenarios, driver)
     if not plays:

@@ -201,12 +201,12 @@ MAX_SETTLE_SECONDS: Final = 1.0
 def _count_delivery(totals: Counter[str], delivery: Delivery) -> None:
     """Add a delivery to the counts of its stream, which `_summarize` prints."""
     if isinstance(delivery, Batch):
-        totals.update(batches=1, replayed=delivery.replayed, unreadable=bool(delivery.rejected))
+        totals.update(batches=1, replayed=int(delivery.replayed), unreadable=int(bool(delivery.rejected)))
     elif isinstance(delivery, Reset):
         totals["resets"] += 1
     else:
         kind = "compacted" if delivery.compacted else "earlier" if delivery.first == 0 else "lost"
-        totals.update({kind: delivery.last - delivery.first + 1, "gaps": kind == "lost"})
+        totals.update({kind: delivery.last - delivery.first + 1, "gaps": int(kind == "lost")})
 
 
 def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:

@@ -132,11 +132,11 @@ REGISTER: Final = FleetCommand(
 UNREGISTER: Final = FleetCommand(
     "Unregister an engine, or one of its ranks: the service forgets its blocks.",
     """\
-  kvevents unregister engine-0 --model llama
+  kvevents unregister engine-0
   kvevents unregister engine-0 --model llama --rank 1
-  kvevents unregister engine-0 --model llama --context prod
+  kvevents unregister engine-0 --context prod
 """,
-    lambda parser: _add_instance(parser, "all"),
+    lambda parser: _add_instance(parser, "all", model="model (default: its own)"),
     _unregister,
     _show_fields,
 )

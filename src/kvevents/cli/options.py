@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -27,11 +28,15 @@ CURVE_FLAGS: Final = {
 """Maps each CURVE setting to the name of its option, for commands with a settings file; `add_curve` uses the same names."""
 
 
-def check_directory(file: Path) -> None:
-    """Raise `UsageError` if the directory of a file does not exist. Commands call this function before long computations."""
+def check_writable(file: Path) -> None:
+    """Raise `UsageError` if a file cannot be written. Commands call this function before long computations."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
+    if file.is_dir():
+        raise UsageError(f"cannot write {file}: it is a directory; name a file")
+    if not os.access(file if file.exists() else directory, os.W_OK):
+        raise UsageError(f"cannot write {file}: no permission; name a file that this process can write")
 
 
 # --- the engine that a command subscribes to

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, subscribe
-from kvevents.cli.options import add_limits, add_source, check_directory, note_missing_endpoints, read_sources
+from kvevents.cli.options import add_limits, add_source, check_writable, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.text_format import plural
 from kvevents.errors import UsageError
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Record until a limit or a signal ends the command."""
     console = Console()
-    check_directory(args.file)
+    check_writable(args.file)
     if _has_content(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or use --force to replace it")
     with StopSignal() as stop:
