@@ -90,7 +90,7 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
     if (split_tcp(endpoint) or ("",))[0] == "*":
         raise ConfigError(
             f"invalid {name} {endpoint!r}: nothing can connect to the host `*`; write the engine's host, such as "
-            f"{connectable_endpoint(endpoint)}, or bind (bind=True, --bind) if the engine connects"
+            f"{connectable_endpoint(endpoint)}, or set bind (`kvevents tail --bind`) if the engine connects"
         )
 
 
@@ -173,7 +173,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
     port = max(events[1], replay[1]) + lower_rank
     return (
         f"rank {data_parallel_rank}'s {port_name} port {port} is rank {lower_rank}'s {lower_port_name} port; "
-        f"put replay_endpoint at least as many ports from endpoint ({events[1]}) as there are ranks"
+        f"put the replay endpoint at least as many ports from port {events[1]} as there are ranks"
     )
 
 

@@ -179,6 +179,20 @@ def test_batches_from_before_the_subscription_are_not_counted_as_lost() -> None:
     assert "pod/0: 1 batch, 0 replayed, 0 gaps, 0 lost, 0 resets, 5 earlier batches not available, trust" in ended.err
 
 
+def test_a_single_replayed_batch_is_counted_as_a_number() -> None:
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play(1)
+        ended = run("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--source-name", "pod", "--idle-timeout", "1")
+    assert "pod/0: 1 batch, 1 replayed, 0 gaps, 0 lost, 0 resets, trust" in ended.err
+
+
+def test_ports_of_ranks_that_collide_are_rejected() -> None:
+    """The port of rank 1 cannot be that of replay of rank 0."""
+    ended = run("tail", "127.0.0.1:1,2", "--ranks", "2")
+    assert ended.code == 2
+    assert "rank 1's event port 2 is rank 0's replay port; put the replay endpoint at least" in ended.err
+
+
 def test_ranks_count_up_from_both_ports() -> None:
     """The endpoint and the replay endpoint are those of rank 0; each further rank has the next ports."""
     with play_on_adjacent_ports(ranks=2) as tapes:

@@ -161,6 +161,6 @@ def test_a_relay_that_finds_its_port_in_use_leaves_nothing_open(tmp_path: Path) 
                 Relay(given)
             relay.turn(0)
         with pytest.raises(EndpointError):
-            Relay(settings(publisher, journal=str(tmp_path / "j"), endpoint=publisher.endpoint))
+            Relay(settings(publisher, journal=str(tmp_path / "j"), endpoint=publisher.replay_endpoint))
         with Relay(given) as relay:
             assert relay.status().was_resumed

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import ConfigError
 from kvevents.relay.journal import JournalLimits
 from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings, check_heartbeat
@@ -95,6 +96,11 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         names = [(source.label, source.rank) for source in self.upstreams]
         if len(set(names)) < len(names):
             raise ConfigError("two upstreams of a relay have the same name and rank; give them different names or ranks")
+        for source in self.upstreams:
+            if source.endpoint == connectable_endpoint(self.endpoint):
+                raise ConfigError(
+                    f"the upstream {source.endpoint} is the relay's own endpoint; name the engine's, or publish at another one"
+                )
         dialect = self.resolved_dialect
         if dialect is not None and not dialect.has_rank and len({source.rank for source in self.upstreams}) > 1:
             raise ConfigError(f"{dialect} has no field for the rank, so consumers would mix the ranks; run one relay for each")

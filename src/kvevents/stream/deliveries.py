@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from kvevents.endpoints import GRPC, offset_endpoint_port, tcp_of, validate_remote, validate_source
+from kvevents.endpoints import GRPC, offset_endpoint_port, port_collision, tcp_of, validate_remote, validate_source
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.events import KVEvent
 from kvevents.settings import build_decoder_now
@@ -85,8 +85,11 @@ class Source(Struct, frozen=True):
     def ranks(self, count: int) -> list[Source]:
         """Return the source of each of `count` data-parallel ranks. Ports are consecutive, as in the engines.
 
-        Raises `ConfigError` if a port would be above 65535.
+        Raises `ConfigError` if a port would be above 65535, or be needed for events and for replay.
         """
+        collision = None if self.bind or count == 1 else port_collision(self.endpoint, self.replay_endpoint, count - 1)
+        if collision is not None:
+            raise ConfigError(collision)
         return [
             replace(
                 self,
