@@ -18,6 +18,7 @@ from kvevents.recording import LiveBatch
 from kvevents.testing.playlist import Faults, Playlist, Reply
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
+from kvevents.zeromq.sockets import endpoint_errors
 
 BIND_SECONDS: Final = 5.0
 """Maximum time for which a bind waits for its port, because libzmq closes a listener shortly after its socket."""
@@ -294,7 +295,8 @@ def _bind_socket(socket: zmq.Socket[bytes], port: ReservedPort) -> str:
         except zmq.ZMQError as error:
             is_reserved = error.errno == errno.EADDRINUSE and port.holder is not None
             if not is_reserved or time.monotonic() > deadline:
-                raise EndpointError(error.errno, f"cannot bind {port.endpoint}: {error.strerror}") from error
+                with endpoint_errors(port.endpoint, f"cannot bind {port.endpoint}"):
+                    raise
             time.sleep(RETRY_SECONDS)
         else:
             return socket.get_string(zmq.LAST_ENDPOINT)

@@ -45,7 +45,7 @@ class Lookup:
             records = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             self.ended_at = time.monotonic()
-            self.error = f"its name cannot be resolved: {error}"
+            self.error = f"its name cannot be resolved: {getattr(error, 'strerror', None) or error}"
             return
         families = {str(address[0]): family for family, _, _, _, address in records}
         addresses = sorted(families, key=lambda address: families[address] != socket.AF_INET)

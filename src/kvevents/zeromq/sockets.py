@@ -22,9 +22,9 @@ Socket = zmq.Socket[bytes]
 
 _ERROR_HINTS: Final = {
     errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
-    errno.EADDRNOTAVAIL: "this host has no such address; bind tcp://*:PORT, or connect instead (bind=False in Python)",
+    errno.EADDRNOTAVAIL: "this host has no such address; bind tcp://*:PORT, or connect (bind=False, publish --connect)",
     errno.EACCES: "no permission; choose a port above 1023 or a path that can be written",
-    errno.ENODEV: "this host has no such address or interface; bind tcp://*:PORT, or connect instead (bind=False in Python)",
+    errno.ENODEV: "this host has no such address or interface; bind tcp://*:PORT, or connect (bind=False, publish --connect)",
     errno.EPROTONOSUPPORT: "ZeroMQ does not know this transport; use tcp, ipc or inproc",
     errno.EINVAL: "it is not a valid endpoint; use tcp://HOST:PORT, ipc://PATH or inproc://NAME",
     errno.ENOENT: "the directory does not exist",
