@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -164,9 +164,11 @@ def with_path(fault: SettingFault, kind: type[Struct]) -> str:
 
 
 def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> SettingFault:
-    """Return the error that msgspec found, with a suggestion for an unknown field."""
-    sentence, _, place = str(error).partition(" - at `$")
+    """Return the error that msgspec found, with a suggestion for an unknown field, and the choices for an invalid one."""
+    sentence, _, place = str(error).replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
+    if sentence.startswith("Invalid enum value") and (choices := _choices_at(place, kind)):
+        return SettingFault(place, f"{sentence}; expected {', '.join(choices)}")
     missing_field = re.fullmatch(r"Object missing required field `(.*)`", sentence)
     if missing_field is not None:
         return SettingFault(place, f"missing field {missing_field[1]!r}", missing_field[1])
@@ -196,6 +198,15 @@ def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
             return None
         table = inner[0]
     return table
+
+
+def _choices_at(place: str, kind: type[Struct]) -> list[str]:
+    """Return the values of the `Literal` at a path such as `access.tokens[0].role`, or of the keys or items there."""
+    parent, _, name = re.sub(r"\[[^]]*\]", "", place).rpartition(".")
+    table = _table_at(parent, kind)
+    types = [field.type for field in msgspec.structs.fields(table) if field.name == name] if table is not None else []
+    parts = (part for kind in types for part in parts_of(kind) if get_origin(part) is Literal)
+    return [str(value) for part in parts for value in get_args(part)]
 
 
 def types_in(kind: Any) -> Iterator[type]:

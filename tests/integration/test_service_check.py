@@ -235,6 +235,10 @@ def test_check_changes_no_state_folder(tmp_path: Path) -> None:
         ),
         ({"zzz": 1}, "f: unknown field 'zzz'; known fields: curve, sources"),
         ({"sources": [{"endpoin": "x"}]}, "f: sources[0]: unknown field 'endpoin'; did you mean 'endpoint'?"),
+        (
+            {"access": {"tokens": [{"role": "x"}]}},
+            "f: access.tokens[0].role: Invalid enum value 'x'; expected read, register",
+        ),
         ({"access": {"tokens": [{"rol": "x"}]}}, "f: access.tokens[0]: unknown field 'rol'; did you mean 'role'?"),
         ({"dns": [{"target": "h:1", "tls": 1}]}, "f: dns[0]: unknown field 'tls'; known fields: model"),
         ({"port": "x"}, "f: port: Expected `int`, got `str`"),

@@ -220,6 +220,12 @@ def test_a_field_that_occurs_twice_is_refused(service: Service, path: str, body:
     check_occurs_twice(service, path, body)
 
 
+def test_an_unknown_tier_is_answered_with_the_known_ones(service: Service) -> None:
+    answer = service.post("/v1/select", model="llama", tokens=[1], tiers={"gpo": 1})
+    assert (answer.status, answer.reason) == (422, "bad-shape")
+    assert "invalid body: tiers: Invalid enum value 'gpo'; expected gpu, cpu, disk, other" in answer.body.decode()
+
+
 @pytest.mark.parametrize(
     "field", ['"tiers": {"gpu": 1, "gpu": 0}', '"trust": {"EXACT": 1, "EXACT": 1}', '"labels": {"a": "b", "a": "c"}']
 )

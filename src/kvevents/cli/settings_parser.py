@@ -91,7 +91,8 @@ class Setting:
         try:
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"invalid value {text!r}: {error}") from error
+            reason = f"expected {', '.join(self._choices)}" if self._choices else str(error)
+            raise ConfigError(f"invalid value {text!r}: {reason}") from error
 
     def read_variable(self, text: str) -> Any:
         """Return the value of an environment variable. Raises `ConfigError`."""
