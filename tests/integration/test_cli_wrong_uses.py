@@ -158,6 +158,11 @@ def test_a_misspelled_word_has_a_suggestion(arguments: str, expected: str, capsy
     assert expected in capsys.readouterr().err
 
 
+def test_a_replica_with_an_engine_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--nats", "nats://127.0.0.1:1", "--worker", "a=127.0.0.1:2", "--model", "m"]) == 2
+    assert "a replica follows no engines, as its plane's bridges do: remove the options (--worker," in capsys.readouterr().err
+
+
 def test_tls_cert_without_a_plane_names_the_option_for_https(capsys: pytest.CaptureFixture[str]) -> None:
     """`--tls-cert` of `serve` is for NATS; the error names the settings of HTTPS."""
     assert main(["serve", "--tls-cert", "x"]) == 2

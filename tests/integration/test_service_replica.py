@@ -176,7 +176,7 @@ def test_a_replica_refuses_registrations(server: NatsServer) -> None:
     with serving("--nats", server.url, "--plane", "refuses") as service:
         answer = service.register("one", "tcp://127.0.0.1:5557")
         assert answer.status == 409
-        assert "bridges" in answer.body.decode()
+        assert "name engines to the bridges of its plane; to drain one, leave it out of" in answer.body.decode()
 
 
 def test_a_replica_with_missing_pages_is_not_ready_until_a_bridge_rewrites_them(server: NatsServer) -> None:

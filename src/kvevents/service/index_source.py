@@ -20,7 +20,7 @@ class IndexSource(Protocol):
 
     @property
     def registration_advice(self) -> str:
-        """Advice for clients that try to register an engine; empty if the service follows the engines itself."""
+        """Advice for clients that try to register or drain an engine; empty if the service follows the engines itself."""
         ...
 
     @property

@@ -46,7 +46,7 @@ class Replica:
     """Keeps a fleet's index equal to the log while `run` runs. Cancel `run` to stop. All other members work at any time."""
 
     has_found_engines = True
-    registration_advice = "register the engine with the bridges of the plane that this replica reads"
+    registration_advice = "name engines to the bridges of its plane; to drain one, leave it out of the `candidates` of requests"
 
     def __init__(
         self, plane: PlaneSettings, name: str, fleet: Fleet, *, snapshot_seconds: float, memory_limit: int | None

@@ -33,7 +33,8 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
             return
         if self.names_engines or self.topics is not None:
             raise ConfigError(
-                "a replica follows no engines, as its plane's bridges do: remove sources, source_files, dns and kubernetes"
+                "a replica follows no engines, as its plane's bridges do: remove the options (--worker, --engine, "
+                "--dns, --kubernetes-selector, --sources, --listen) or keys (sources, dns, ...) that name engines"
             )
         if self.state_dir is not None:
             raise ConfigError("a replica needs no state_dir, because it restores its index from the plane: remove state_dir")
