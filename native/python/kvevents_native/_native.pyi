@@ -237,11 +237,12 @@ class Scorer:
         requests: list[int],
         inexact: Mapping[int, Sequence[str]] = ...,
     ) -> tuple[list[tuple[float, float, float, bool]], list[int]]:
-        """Return `(score, uncached share, load, whether it is hot)` for each worker, and the positions of equally best ones.
+        """Return `(score, uncached share, load, is hot)` for each worker, and the positions of the workers with the best score.
 
-        For each worker, `tokens` has the length of the prefix over all tiers, `certain` that of its certain part, and `tiers`
-        the length on each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1. `inexact`
-        has, by the position of a worker, the tiers whose tokens might all be gone; these have the weight `uncertain_weight`.
+        For each worker, `tokens` is the length of its prefix over all tiers, `certain` the length that it certainly holds, and
+        `tiers` the length on each tier including faster tiers. `believed` is the weight of its trust, from 0 to 1. `inexact`
+        maps the position of a worker to the tiers whose tokens might all be gone. Their weight is `uncertain_weight` instead
+        of `believed`.
         """
 
 class SmgSubscription:
@@ -254,7 +255,11 @@ class SmgSubscription:
         """
 
     def take(self, limit: int) -> list[tuple[int, bytes]]:
-        """Return up to `limit` arrivals: number and payload of a batch, -1 if a call has begun, -2 and why a call has ended."""
+        """Return up to `limit` arrivals, in order.
+
+        An arrival is the number and the payload of a batch, -1 and no bytes if a call has begun, or -2 and the reason, as
+        UTF-8, if a call has ended.
+        """
 
     def restart(self) -> None:
         """End the call and begin another one, in which the worker sends everything again."""
@@ -285,9 +290,9 @@ class Loads:
     def report(self, source: str, rank: int, requests: float, age: float = 0.0) -> None:
         """Store the number of requests that an engine reported `age` seconds ago, unless a newer report is known."""
     def join(self, source: str, rank: int, peers: Sequence[tuple[str, int]]) -> None:
-        """Add a worker, which begins with the mean reservations of its peers. Do nothing for a known worker."""
+        """Add a worker. Its counts of reservations and choices begin with the means of its peers. Ignore a known worker."""
     def remove(self, source: str, rank: int) -> None:
-        """Forget a worker."""
+        """Forget a worker. Its reservations stay open, but count for no worker."""
     def requests(self, source: str, rank: int) -> float | None:
         """Return the reported number of requests, corrected by later beginnings and ends; None without a recent report."""
 
