@@ -210,6 +210,16 @@ def test_first_blocks_of_releases_that_hash_pages_alone_are_estimates(raw: bool)
     assert consumer.is_estimate(), "another cache of the same release"
 
 
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("size", [1, 4])
+def test_first_pages_of_bigrams_that_are_hashed_alone_are_estimates(size: int, raw: bool) -> None:
+    """With EAGLE these releases hash the tuple of a page's bigrams."""
+    consumer = Follower(raw=raw)
+    bigrams = [(token, token + 1) for token in range(5, 5 + size)]
+    consumer.take(BlockStored([hash(tuple(bigrams))], None, bigrams, size))
+    assert consumer.is_estimate()
+
+
 def test_several_first_blocks_with_other_hashes_prove_nothing() -> None:
     consumer = Follower(raw=True)
     for first in range(20):

@@ -43,7 +43,7 @@ impl Stream {
     /// block whose parent is `nil` is not always the first block of a prompt.
     #[inline]
     pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
-        if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 && !store.pairs {
+        if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 {
             self.compare_page_hash(store);
         }
     }
@@ -52,8 +52,14 @@ impl Stream {
     fn compare_page_hash(&mut self, store: &TokenStore<'_>) {
         if let Some(&hash) = store.hashes.first() {
             self.evidence.pages_left -= 1;
-            let page = &store.tokens[..store.scheme.size as usize];
-            self.evidence.has_page_hashes = hash == tuple_hash(page);
+            let size = store.scheme.size as usize;
+            let hash_of = |tokens: &[u32]| tuple_hash(tokens.iter().map(|&token| u64::from(token)));
+            let expected = if store.pairs {
+                tuple_hash(store.tokens.chunks_exact(2).take(size).map(hash_of))
+            } else {
+                hash_of(&store.tokens[..size])
+            };
+            self.evidence.has_page_hashes = hash == expected;
         }
     }
 
@@ -100,19 +106,20 @@ impl Stream {
     }
 }
 
-/// The hash that CPython (from 3.8 on) computes for a tuple of token ids (`Objects/tupleobject.c`).
-fn tuple_hash(items: &[u32]) -> u64 {
+/// The hash that CPython (from 3.8 on) computes for a tuple whose items have these hashes (`Objects/tupleobject.c`). The hash of a token id
+/// is the token id.
+fn tuple_hash(hashes: impl ExactSizeIterator<Item = u64>) -> u64 {
     const PRIMES: [u64; 3] = [
         11_400_714_785_074_694_791,
         14_029_467_366_897_019_727,
         2_870_177_450_012_600_261,
     ];
-    let mix = |sum: u64, &item: &u32| {
-        let sum = sum.wrapping_add(u64::from(item).wrapping_mul(PRIMES[1]));
+    let length = hashes.len() as u64;
+    let mix = |sum: u64, hash: u64| {
+        let sum = sum.wrapping_add(hash.wrapping_mul(PRIMES[1]));
         sum.rotate_left(31).wrapping_mul(PRIMES[0])
     };
-    let sum = items.iter().fold(PRIMES[2], mix);
-    match sum.wrapping_add(items.len() as u64 ^ PRIMES[2] ^ 3_527_539) {
+    match hashes.fold(PRIMES[2], mix).wrapping_add(length ^ PRIMES[2] ^ 3_527_539) {
         u64::MAX => 1_546_275_796,
         hash => hash,
     }
