@@ -266,6 +266,16 @@ def test_sources_with_replay_share_a_bound_endpoint(endpoint: str) -> None:
         publisher.shutdown()
 
 
+def test_a_topic_that_begins_with_another_topic_is_a_source_of_its_own(endpoint: str) -> None:
+    source = Source(endpoint, bind=True, topic="kv@", by_topic=True)
+    with Subscriber(source) as subscriber, pods(endpoint, "kv@a@m", "kv@a@m2") as (a, b):
+        received = Received(subscriber)
+        received.connect(a, "kv@a@m")
+        received.connect(b, "kv@a@m2")
+        assert not any(isinstance(each, Reset) for each in received.deliveries["kv@a@m"])
+        assert DegradedReason.SHARED not in subscriber.status("kv@a@m").degraded_reasons
+
+
 @pytest.mark.parametrize("by_topic", [True, False])
 def test_two_publishers_with_one_topic_are_named(endpoint: str, by_topic: bool) -> None:
     """The reason says so, instead of one restart after the other. It ends when one of them has left."""

@@ -58,9 +58,16 @@ class TopicFeed:
         """Descriptor of the connection that brought the newest message; None if unknown."""
         self.other_connections: set[int] = set()
         """Descriptors of other connections that also bring messages of the source."""
+        self.is_found = connection is None
+        """Whether the source was found by its topic. Then other topics that begin with this topic are other sources."""
         self.is_connected = False
         self._socket = socket
         self._owner = owner
+
+    def receives(self, topic: bytes) -> bool:
+        """Return whether messages of a topic are for the source."""
+        own = self.source.topic.encode()
+        return topic == own if self.is_found else topic.startswith(own)
 
     def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more to read."""
@@ -246,7 +253,7 @@ class BoundSocket:
 
     def _find_feed(self, topic: bytes) -> TopicFeed | None:
         """Return the feed with the longest prefix of a topic. A source with `by_topic` gets a new feed for each topic."""
-        feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
+        feeds = [feed for feed in self._feeds if feed.receives(topic)]
         feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
         limit = self._owner.options.max_topics
         if feed_of_topic is not None and feed_of_topic.source.by_topic:
