@@ -198,6 +198,20 @@ def test_an_endless_answer_without_anything_new_is_cut_off() -> None:
     assert wire.stream.trust == Trust.DEGRADED
 
 
+@pytest.mark.parametrize("answer", [[], [b"error"], [b"", b"", b"\0\0\0\1", b"x"]], ids=["none", "text", "short number"])
+def test_a_replay_endpoint_without_answers_is_named_while_live_batches_arrive(wire: Wire, answer: list[bytes]) -> None:
+    """Live batches are no answers, so the number of unanswered requests does not begin again with each of them."""
+    wire.stream.begin_connection(0.0)
+    for seq in range(8):
+        wire.feed(live(seq))
+        wire.next_request()
+        if answer:
+            wire.answer(answer)
+        wire.later(1.0)
+    assert DegradedReason.REPLAY_SILENT in wire.stream.degraded_reasons
+    assert wire.stream.trust == Trust.DEGRADED
+
+
 def test_an_endless_answer_that_begins_with_the_fingerprint_is_cut_off() -> None:
     """Rule 8: each answer repeats the batch that identifies the publisher and nothing else, so the number of requests is
     bounded."""

@@ -55,8 +55,7 @@ def test_attempts_without_progress_are_bounded(answers: list[str], purpose: Purp
             fetch.progress(0.0)
             attempts = 0
         attempts += 1
-        end = fetch.end_unanswered if answer == "silent" else fetch.end_incomplete
-        gave_up = end(next_seq, LIMITS)
+        gave_up = fetch.end_unanswered(LIMITS) if answer == "silent" else fetch.end_incomplete(next_seq, LIMITS)
         if gave_up:
             break
         assert attempts <= LIMITS.max_unanswered_requests + LIMITS.max_incomplete_answers

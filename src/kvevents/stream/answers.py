@@ -210,7 +210,7 @@ class AnswerReader:
             return None
         deliverer.end_snapshot()
         deliverer.counters.unanswered += 1
-        if not fetch.end_unanswered(deliverer.order.next_seq, self._limits):
+        if not fetch.end_unanswered(self._limits):
             self._retry(fetch, needs_new_connection=True)
             return None
         deliverer.degrade(DegradedReason.REPLAY_SILENT)
@@ -388,6 +388,7 @@ class AnswerReader:
             if conflict is not None:
                 return conflict
         if seq == order.next_seq:
+            fetch.has_delivered = True
             self._progress(fetch)
             if early_batch is None:
                 deliverer.deliver(seq, payload, replayed=True)

@@ -72,6 +72,8 @@ class ReplayFetch(Struct):
     """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
     duplicates: int = 0
     """Number of consecutive messages without progress."""
+    has_delivered: bool = False
+    """Whether the answer has brought the next batch to deliver; live batches that arrive meanwhile do not count."""
     unanswered: int = 0
     """Number of consecutive earlier attempts that brought no new batch in time."""
     incomplete: int = 0
@@ -125,9 +127,9 @@ class ReplayFetch(Struct):
         self.incomplete += 1
         return self.incomplete >= limits.max_incomplete_answers
 
-    def end_unanswered(self, next_seq: int, limits: StreamLimits) -> bool:
+    def end_unanswered(self, limits: StreamLimits) -> bool:
         """Count a request that brought no new batch in time. Return whether to give up replay."""
-        self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
+        self.unanswered = 0 if self.has_delivered else self.unanswered + 1
         return self.unanswered >= limits.max_unanswered_requests
 
     def retry(self, fetch: ReplayFetch, *, needs_new_connection: bool) -> ReplayFetch:
