@@ -171,6 +171,22 @@ def test_an_estimate_survives_a_snapshot_of_the_index_and_ends_with_an_incarnati
         assert again.worker(feed.worker).estimate is None
 
 
+def test_an_estimate_of_a_checkpoint_ends_if_the_first_event_after_a_restart_is_a_clear() -> None:
+    consumer = Follower(raw=True)
+    consumer.take(store([2], [2, 2], 2, 1))
+    file = io.BytesIO()
+    consumer.index.snapshot(file)
+    file.seek(0)
+    restarted = Follower(raw=True, first=1)
+    restarted.index.restore(file)
+    restarted.stream = Stream(consumer.stream.source)
+    restarted.stream.restore(consumer.stream.position().checkpoint("a", 0))
+    restarted.stream.begin_connection(0.0)
+    assert restarted.is_estimate()
+    restarted.take(cleared())
+    assert not restarted.is_estimate()
+
+
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize(
     "event",

@@ -130,8 +130,8 @@ pub struct Stream {
     pub counters: Counters,
     /// What the events of the stream show about the completeness of its blocks.
     pub evidence: Evidence,
-    /// The estimate that was last reported.
-    reported: Option<Estimate>,
+    /// The estimate that was last reported; the outer value is None if nothing was reported after the stream was restored.
+    reported: Option<Option<Estimate>>,
     /// Whether the stream was removed from the index. Then a caller that has this stream must look up the worker again.
     pub is_removed: bool,
     /// Maps each location in the stream's events to its placement.
@@ -185,7 +185,7 @@ impl Stream {
             stored: None,
             counters: Counters::default(),
             evidence: Evidence::default(),
-            reported: None,
+            reported: Some(None),
             is_removed: false,
             places: Vec::new(),
             counted: 0,
@@ -398,7 +398,7 @@ impl Stream {
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
         self.evidence = Evidence::default();
-        self.reported = None;
+        self.reported = Some(None);
         self.clear_budget = ClearBudget::default();
         self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);

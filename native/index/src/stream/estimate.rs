@@ -115,15 +115,21 @@ impl Stream {
 
     /// The estimate that `take_new_estimate` last returned.
     pub fn reported_estimate(&self) -> Option<Estimate> {
-        self.reported
+        self.reported.flatten()
     }
 
-    /// Returns the estimate if it has changed after the last call.
+    /// Returns the estimate if it has changed after the last call, or if the stream was restored after the last call.
     pub fn take_new_estimate(&mut self) -> Option<Option<Estimate>> {
         let now = self.estimate().map(Estimate::rounded);
-        (now != self.reported).then(|| {
-            self.reported = now;
+        (Some(now) != self.reported).then(|| {
+            self.reported = Some(now);
             now
         })
+    }
+
+    /// Restores the evidence of a snapshot. The next delivery reports the estimate, since trust that was restored from a checkpoint might
+    /// still have the estimate of another time.
+    pub fn restore_evidence(&mut self, evidence: Evidence) {
+        (self.evidence, self.reported) = (evidence, None);
     }
 }
