@@ -1054,6 +1054,35 @@ def test_a_client_of_mooncake_finds_blocks_of_its_tenant(service: Service) -> No
         assert client.post("/unregister", instance_id="vllm-0", tenant_id="b")[0] == 200
 
 
+def test_answers_are_msgpack_for_clients_that_prefer_it(service: Service) -> None:
+    """Clients of newer releases of Mooncake's Conductor send msgpack and accept it. Errors are JSON in any case."""
+    tokens = prompt(24)
+    packed = "application/msgpack"
+
+    def ask(path: str, accept: str, **fields: Any) -> Any:
+        answer = service.ask("POST", path, msgspec.msgpack.encode(fields), content_type=packed, accept=accept)
+        assert (answer.status in {200, 201}, answer.headers["content-type"]) == (True, accept)
+        return msgspec.msgpack.decode(answer.body) if accept == packed else answer.json
+
+    with engine(seed=60) as made:
+        where = {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "block_size": BLOCK}
+        answer = ask("/register", packed, instance_id="p", modelname="packed", type="vLLM", **where)
+        assert answer == {"status": "registered successfully", "instance_id": "p"}
+        assert ask("/register", packed, instance_id="p", model_name="packed", **where) == {"status": "ok"}
+        made.store(tokens)
+        service.exact("p")
+        service.wait_for_prefix("p", tokens, model_name="packed")
+        for name in ("model", "model_name"):
+            for path, given in (
+                ("/query", {"token_ids": [*tokens, 1]}),
+                ("/query_by_hash", {"seq_hashes": block_keys(tokens, BLOCK)}),
+            ):
+                fields = {name: "packed", **given}
+                assert ask(path, packed, **fields) == ask(path, "application/json", **fields)
+        removed = {"status": "unregistered successfully", "removed_instances": ["p|default|0"]}
+        assert ask("/unregister", packed, instance_id="p") == removed
+
+
 def test_routing_groups_are_separate(service: Service) -> None:
     tokens = prompt(22)
     with engine(seed=40) as made, refuse_connections() as nowhere:

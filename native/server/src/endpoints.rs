@@ -68,8 +68,8 @@ impl Question {
         })
     }
 
-    /// Whether the answer can be msgpack, which is so for all answers in kvevents' own format. Answers in the formats of other services are
-    /// JSON.
+    /// Whether the answer is in kvevents' own format. The data plane writes answers in the formats of other services as JSON, which the
+    /// control plane converts to msgpack.
     pub(crate) fn has_own_format(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }

@@ -464,11 +464,7 @@ async fn respond(
         let response = match answered {
             Ok(body) => {
                 let mut response = Response::new(Body::full(body.into()));
-                let kind = if parsed.wants_msgpack && question.has_own_format() {
-                    MSGPACK
-                } else {
-                    JSON
-                };
+                let kind = if parsed.wants_msgpack { MSGPACK } else { JSON };
                 response.headers_mut().insert(CONTENT_TYPE, kind);
                 response
             }
@@ -545,7 +541,7 @@ fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     };
     Some(Head {
         format,
-        wants_msgpack: wants_msgpack(head)?,
+        wants_msgpack: wants_msgpack(head).filter(|wanted| !wanted || question.has_own_format())?,
         query_string: head.uri.query().map(str::to_owned),
         reservation: head.uri.path().strip_prefix(RESERVATIONS).map(str::to_owned),
     })

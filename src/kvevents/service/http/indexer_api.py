@@ -109,8 +109,8 @@ async def register(service: Service, request: HttpRequest) -> Response:
     if not body.endpoint:
         fields["ranks"] = [rank.rank for rank in ranks]
     if body.model_name is not None or not body.endpoint:
-        return answer({"status": "ok", **fields}, status=201 if any(outcome.is_new for outcome in outcomes) else 200)
-    return answer({"status": "registered successfully", "instance_id": body.instance_id, **fields})
+        return answer({"status": "ok", **fields}, request, status=201 if any(outcome.is_new for outcome in outcomes) else 200)
+    return answer({"status": "registered successfully", "instance_id": body.instance_id, **fields}, request)
 
 
 def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
@@ -179,9 +179,9 @@ async def unregister(service: Service, request: HttpRequest) -> Response:
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
     registrations = await service.registrations.unregister(query, request.client)
     if body.model_name is not None:
-        return Response(b'{"status":"ok"}')
+        return answer({"status": "ok"}, request)
     labels = [f"{registration.instance}|{registration.tenant}|{registration.rank}" for registration in registrations]
-    return answer({"status": "unregistered successfully", "removed_instances": labels})
+    return answer({"status": "unregistered successfully", "removed_instances": labels}, request)
 
 
 # --- queries

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct
 from kvevents.service.data_plane import QueryAnswer
 from kvevents.service.errors import ServiceError, TooMuchError
 from kvevents.service.fleet.registration import Scope
-from kvevents.service.http.messages import JSON_TYPE, MSGPACK_TYPE, HttpRequest, Response
+from kvevents.service.http.messages import MSGPACK_TYPE, HttpRequest, Response, answer_json
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
@@ -41,7 +41,7 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
     request.span_attributes = {"kvevents.model": scope.model, "kvevents.longest_matched": response.longest_match}
     if count := sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens):  # A query by hash has no tokens.
         request.span_attributes["kvevents.prompt_tokens"] = count
-    return Response(response.body, kind=MSGPACK_TYPE if wants_msgpack else JSON_TYPE)
+    return Response(response.body, kind=MSGPACK_TYPE) if wants_msgpack else answer_json(response.body, request)
 
 
 def ask(
