@@ -406,6 +406,16 @@ def test_a_mooncake_store_without_block_size_is_decoded() -> None:
     assert event == BlockStored([3], 0, [], 0)
 
 
+@pytest.mark.parametrize(
+    ("place", "tokens"),
+    [({"base_block_idx": 0}, [5]), ({"base_block_idx": 1}, []), ({"base_block_idx": 1, "parent_hash": 2}, [5]), ({}, [5])],
+)
+def test_a_mooncake_store_has_no_tokens_if_its_prefix_is_unknown(place: dict[str, Any], tokens: list[int]) -> None:
+    """RFC #1527 names the parent or the index of the first block. With the index alone, the tokens would begin a prompt."""
+    event = decode_one(pack([1.0, [{"event_type": "stored", "seq_hashes": [3], "token_ids": [5], "block_size": 1} | place], 0]))
+    assert (event.parent_block_hash, event.token_ids) == (place.get("parent_hash"), tokens)
+
+
 @pytest.mark.parametrize("more", [{}, {"type": "BlockRemoved", "block_hashes": [-1]}], ids=["plain", "compat"])
 def test_a_mooncake_removal_is_decoded(more: dict[str, Any]) -> None:
     removed = {"event_type": "removed", "seq_hashes": [2**64 - 1], "medium": "disk", "block_size": None, "token_ids": None}

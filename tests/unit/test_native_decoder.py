@@ -184,6 +184,7 @@ NAMES = sorted(
         "seq_hashes",
         "parent_hash",
         "additional_salt",
+        "base_block_idx",
         "mm_keys",
         "tomorrow",
         "12",
@@ -199,6 +200,9 @@ NAMES = sorted(
     [("seq_hashes", pack([9])), ("block_hashes", pack([8])), ("token_ids", b"\xc0"), ("block_size", b"\xc0")],
     {"event_type": "stored"},
 )
+@example([("base_block_idx", b"\xd0\x00")], {"event_type": "stored"})
+@example([("base_block_idx", pack(1)), ("parent_block_hash", b"\xc0")], {"event_type": "stored"})
+@example([("base_block_idx", pack("1")), ("token_ids", pack([7]))], {"event_type": "stored"})
 def test_both_decoders_agree_on_any_value_of_any_field(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
     """Stores, removals and clears as maps, with additional and repeated fields."""
     bodies = (

@@ -210,6 +210,8 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
 
     Mooncake's own names take precedence over the duplicates that its compatibility mode adds
     (https://github.com/kvcache-ai/Mooncake/pull/2214). Tokens, parent and block size are nil if Mooncake does not know them.
+    If a store begins within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is
+    unknown.
     """
     for name in ("event_type", "type"):
         fields.pop(name, None)
@@ -217,7 +219,18 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
         if wire_name in fields:
             fields[field] = fields.pop(wire_name)
     values = {name: raw for name, raw in fields.items() if not is_nil(raw)}
-    return {"token_ids": _EMPTY_ARRAY, "block_size": _RAW_ZERO, **values} if kind == "BlockStored" else values
+    if kind != "BlockStored":
+        return values
+    if "parent_block_hash" not in values and not _is_zero(values.get("base_block_idx", _RAW_ZERO)):
+        values.pop("token_ids", None)
+    return {"token_ids": _EMPTY_ARRAY, "block_size": _RAW_ZERO, **values}
+
+
+def _is_zero(raw: msgspec.Raw) -> bool:
+    with suppress(DecodeRejectedError):
+        value = decode_scalar(raw, "the index of the first block")
+        return type(value) is int and not value
+    return False
 
 
 _EMPTY_ARRAY: Final = msgspec.Raw(b"\x90")

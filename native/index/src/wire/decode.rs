@@ -17,7 +17,7 @@ use crate::wire::scan::{Limits, Schema, Scratch, TIMESTAMP_SECONDS, scan};
 
 use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
-use value::{NIL, declared_length, elements, head_of, is_array, is_map, pairs};
+use value::{NIL, declared_length, elements, head_of, integer, is_array, is_map, pairs};
 
 use scratch_writer::ScratchWriter;
 
@@ -482,7 +482,8 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
 /// Converts fields with the names of Mooncake RFC #1527 to fields with vLLM's names. If a field occurs under both names, the one with the
 /// name of the RFC counts; Mooncake's compatibility mode has added the other.
 ///
-/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them.
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them. If a store begins
+/// within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is unknown.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
     let names = [
         ("seq_hashes", "block_hashes"),
@@ -498,6 +499,11 @@ fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
     }
     fields.retain(|(_, raw)| head_of(raw) != 0xC0);
     if tag == "BlockStored" {
+        let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
+        let is_within_prompt = find("base_block_idx").is_some_and(|raw| integer(raw) != Some(0));
+        if is_within_prompt && find("parent_block_hash").is_none() {
+            fields.retain(|(name, _)| name != "token_ids");
+        }
         for (name, raw) in [("token_ids", &[0x90][..]), ("block_size", &[0])] {
             if fields.iter().all(|(known, _)| known != name) {
                 fields.push((Cow::Borrowed(name), raw));
