@@ -482,8 +482,8 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
 /// Converts fields with the names of Mooncake RFC #1527 to fields with vLLM's names. If a field occurs under both names, the one with the
 /// name of the RFC counts; Mooncake's compatibility mode has added the other.
 ///
-/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them. If a store begins
-/// within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is unknown.
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them. If a store
+/// begins within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is unknown.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
     let names = [
         ("seq_hashes", "block_hashes"),
