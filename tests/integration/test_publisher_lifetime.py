@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -227,6 +228,17 @@ def test_an_inproc_name_is_free_after_shutdown() -> None:
     """The next publisher can bind the same name at once, as with other transports."""
     for _ in range(200):
         ZmqEventPublisher(0, "inproc://lifetime-test", "inproc://lifetime-test-replay").shutdown()
+
+
+def test_the_path_of_another_publisher_is_not_taken(tmp_path: Path) -> None:
+    """libzmq would replace the file, and nothing could connect to the other publisher again."""
+    endpoint, free = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/free"
+    with closing(ZmqEventPublisher(0, endpoint, f"{endpoint}-replay")):
+        for taken in ((endpoint, None), (free, f"{endpoint}-replay")):
+            with pytest.raises(EndpointError, match="Address already in use"):
+                ZmqEventPublisher(0, *taken)
+    for _ in range(2):
+        ZmqEventPublisher(0, endpoint, f"{endpoint}-replay").shutdown()
 
 
 def test_a_terminated_context_ends_the_publisher_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,9 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic
+from socket import AF_UNIX
+from socket import socket as unix_socket
+from time import monotonic, sleep
 from typing import Any, Final, cast
 
 import zmq
@@ -21,7 +23,7 @@ from kvevents.zeromq.zap import SocketSecurity
 Socket = zmq.Socket[bytes]
 
 _ERROR_HINTS: Final = {
-    errno.EADDRINUSE: "another process or rank uses it; choose another port, or port 0 to let the OS choose",
+    errno.EADDRINUSE: "another process or rank uses it; choose another port or path, or port 0 to let the OS choose",
     errno.EADDRNOTAVAIL: "this host has no such address; bind tcp://*:PORT, or connect (bind=False, publish --connect)",
     errno.EACCES: "no permission; choose a port above 1023 or a path that can be written",
     errno.ENODEV: "this host has no such address or interface; bind tcp://*:PORT, or connect (bind=False, publish --connect)",
@@ -63,11 +65,33 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = ""
     preposition = " to" if role or not bind else ""
     with endpoint_errors(endpoint, f"cannot {verb}{subject}{preposition} {endpoint}"):
         if bind:
+            _check_path(endpoint)
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)
     # ZeroMQ terminates string options with a zero byte.
     return cast("bytes", socket.get(zmq.LAST_ENDPOINT)).partition(b"\0")[0].decode()
+
+
+_MAX_CLOSING_SECONDS: Final = 0.5
+"""Maximum time to wait for libzmq, which closes a socket of this process in the background."""
+
+
+def _check_path(endpoint: str) -> None:
+    """Raise `ZMQError` if another socket listens at an `ipc://` path, because libzmq would replace its file."""
+    path = endpoint.removeprefix("ipc://")
+    end = monotonic() + _MAX_CLOSING_SECONDS
+    while path != endpoint and path[0] not in "@*" and _has_listener(path):
+        if monotonic() > end:
+            raise zmq.ZMQError(errno.EADDRINUSE)
+        sleep(0.01)
+
+
+def _has_listener(path: str) -> bool:
+    with unix_socket(AF_UNIX) as probe, suppress(OSError):  # the path can be too long
+        probe.setblocking(False)
+        return probe.connect_ex(path) in {0, errno.EAGAIN}
+    return False
 
 
 # --- contexts
