@@ -125,7 +125,9 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
         return endpoint
     if port + data_parallel_rank > MAX_PORT:
         needed = port + data_parallel_rank
-        raise ConfigError(f"rank {data_parallel_rank} of {endpoint} would need port {needed}; choose a lower port")
+        raise ConfigError(
+            f"port {needed}, which rank {data_parallel_rank} of {endpoint} needs, does not exist; choose a lower one"
+        )
     return f"tcp://{source}{semicolon}{host}:{port + data_parallel_rank}"
 
 
@@ -172,7 +174,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
     port_name, lower_port_name = ("event", "replay") if distance >= 0 else ("replay", "event")
     port = max(events[1], replay[1]) + lower_rank
     return (
-        f"rank {data_parallel_rank}'s {port_name} port {port} is rank {lower_rank}'s {lower_port_name} port; "
+        f"the {port_name} port {port} of rank {data_parallel_rank} is the {lower_port_name} port of rank {lower_rank}; "
         f"put the replay endpoint at least as many ports from port {events[1]} as there are ranks"
     )
 

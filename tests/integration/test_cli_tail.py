@@ -190,7 +190,7 @@ def test_ports_of_ranks_that_collide_are_rejected() -> None:
     """The port of rank 1 cannot be that of replay of rank 0."""
     ended = run("tail", "127.0.0.1:1,2", "--ranks", "2")
     assert ended.code == 2
-    assert "rank 1's event port 2 is rank 0's replay port; put the replay endpoint at least" in ended.err
+    assert "the event port 2 of rank 1 is the replay port of rank 0; put the replay endpoint at least" in ended.err
 
 
 def test_ranks_count_up_from_both_ports() -> None:

@@ -314,7 +314,7 @@ def test_a_rank_alone_on_its_node_has_the_ports_of_vllm(monkeypatch: pytest.Monk
     with pytest.raises(ServerOpenedError):
         vllm.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
     assert opened == [("tcp://*:5558", "tcp://*:5559")]
-    with pytest.raises(ConfigError, match="rank 0's replay port"):
+    with pytest.raises(ConfigError, match="is the replay port of rank 0"):
         publisher.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
 
 

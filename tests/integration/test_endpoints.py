@@ -96,7 +96,7 @@ def test_endpoints_that_a_rank_cannot_have_are_rejected() -> None:
     """The message for other transports is that of the engines; ports above 65535 do not exist."""
     with pytest.raises(ValueError, match="Invalid endpoint: must contain 'inproc' or 'tcp'"):
         offset_endpoint_port("udp://nowhere", 1)
-    with pytest.raises(ConfigError, match=r"rank 2 of tcp://\*:65534 would need port 65536"):
+    with pytest.raises(ConfigError, match=r"port 65536, which rank 2 of tcp://\*:65534 needs, does not exist"):
         offset_endpoint_port("tcp://*:65534", 2)
 
 
@@ -134,10 +134,10 @@ def test_wildcards_become_loopback_addresses_and_brackets_mean_ipv6() -> None:
 @pytest.mark.parametrize(
     ("events", "replay", "rank", "sentence"),
     [
-        (5557, 5558, 1, "rank 1's event port 5558 is rank 0's replay port"),
-        (5557, 5557, 0, "rank 0's event port 5557 is rank 0's replay port"),
-        (5557, 5559, 3, "rank 3's event port 5560 is rank 1's replay port"),
-        (5558, 5557, 1, "rank 1's replay port 5558 is rank 0's event port"),
+        (5557, 5558, 1, "the event port 5558 of rank 1 is the replay port of rank 0"),
+        (5557, 5557, 0, "the event port 5557 of rank 0 is the replay port of rank 0"),
+        (5557, 5559, 3, "the event port 5560 of rank 3 is the replay port of rank 1"),
+        (5558, 5557, 1, "the replay port 5558 of rank 1 is the event port of rank 0"),
     ],
 )
 def test_colliding_ports_of_ranks_are_rejected(events: int, replay: int, rank: int, sentence: str) -> None:

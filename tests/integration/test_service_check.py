@@ -86,7 +86,7 @@ BAD = {
         ),
         "blocks of",
     ),
-    "ports of ranks collide": (make_config(COLLIDING), "rank 3's event port 6560 is rank 2's replay port"),
+    "ports of ranks collide": (make_config(COLLIDING), "the event port 6560 of rank 3 is the replay port of rank 2"),
     "a DNS target has no port": (make_config('[[dns]]\ntarget = "engines"\nmodel = "m"\n'), "engines"),
     "an endpoint pattern is invalid": (make_config('allow = ["tcp://[::1"]'), "allow"),
     "a setting is misspelled": (make_config("snapshot_second = 1"), "did you mean 'snapshot_seconds'?"),
