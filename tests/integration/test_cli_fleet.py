@@ -158,7 +158,7 @@ def test_the_token_of_a_context_goes_to_its_service_only(contexts: Path, capsys:
     """The file of the token does not exist, so a command that reads it ends with an error."""
     contexts.write_text(contexts.read_text().replace("[contexts.away]", 'token_file = "/none"\n[contexts.away]'))
     assert main(["sources", "--context", "here"]) == 2
-    assert "/none" in capsys.readouterr().err
+    assert "cannot read the context's token_file /none: No such file" in capsys.readouterr().err
     assert main(["sources", "--service", "http://127.0.0.1:1"]) == 1
 
 

@@ -57,9 +57,10 @@ def make_client(args: Namespace) -> Client:
     """
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)
-    token_file, ca = (None, None) if context is None else (_parse_path(context.token_file), _parse_path(context.tls_ca))
+    context_file, ca = (None, None) if context is None else (_parse_path(context.token_file), _parse_path(context.tls_ca))
     args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
-    token = _read_token(args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else token_file))
+    file = args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else context_file)
+    token = _read_token(file, "--token-file" if args.token_file else "the context's token_file")
     return Client(args.service, token=token, ca_file=args.tls_ca or ca, deadline=args.timeout, retries=0)
 
 
@@ -67,13 +68,13 @@ def _parse_path(text: str | None) -> Path | None:
     return None if text is None else Path(text).expanduser()
 
 
-def _read_token(file: Path | None) -> str | None:
+def _read_token(file: Path | None, option: str) -> str | None:
     if file is None:
         given, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
         if not given:
             return None
     else:
-        origin = f"--token-file {file}"
+        origin = f"{option} {file}"
         try:
             given = file.read_text("latin-1").strip()
         except OSError as error:
