@@ -465,7 +465,7 @@ async def test_a_wait_for_trust_ends_in_time(transport: FakeTransport, engine: F
     async with AsyncSubscriber(Source(ENDPOINT, name="e"), transport=transport, clock=transport.clock) as subscriber:
         assert await subscriber.wait_for(timeout=5) == []
         engine.publish(BlockRemoved([0]))
-        with pytest.raises(TrustTimeoutError, match=r"not EXACT in time: e rank 0 is DEGRADED \(no replay") as raised:
+        with pytest.raises(TrustTimeoutError, match=r"did not reach EXACT in time: e rank 0 is DEGRADED \(no replay") as raised:
             await subscriber.wait_for(Trust.EXACT, timeout=1)
         assert [each.seq for each in raised.value.deliveries] == [0]
     with pytest.raises(TrustTimeoutError, match="there is no source"), Subscriber(transport=FakeTransport()) as empty:

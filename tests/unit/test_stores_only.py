@@ -53,6 +53,8 @@ def test_only_a_tier_without_removals_is_degraded() -> None:
 def test_an_invalid_tier_is_a_readable_error(tier: str) -> None:
     with pytest.raises(ConfigError, match="stores_only"):
         Source("tcp://e:1", stores_only=(tier,))
+    with pytest.raises(ConfigError, match="expected a tuple, such as"):
+        Source("tcp://e:1", stores_only=tier)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="stores_only"):
         parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "stores_only": [tier]})
     with pytest.raises(ConfigError, match="stores_only"):

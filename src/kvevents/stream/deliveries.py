@@ -118,6 +118,8 @@ def printable(text: str) -> str:
 
 def check_stores_only(tiers: Iterable[str]) -> None:
     """Raise `ConfigError` if one of `tiers` is not a tier of the index, or is `gpu`, whose removals all engines announce."""
+    if isinstance(tiers, str):
+        raise ConfigError(f"invalid stores_only {tiers!r}: expected a tuple, such as {(tiers,)}")
     for tier in tiers:
         is_other_medium = tier.isprintable() and tier == tier.upper() and tier.lower() not in {"", "gpu", "cpu", "disk"}
         if tier not in {"cpu", "disk"} and not (is_other_medium and len(tier) <= MAX_TIER_CHARACTERS):

@@ -266,7 +266,7 @@ class FrontEnd(Generic[BatchT]):
         if not self._has_reached(trust):
             laggards = [f"{item.source} rank {item.rank} is {item.trust}" for item in self.statuses() if item.trust < trust]
             reason = "; ".join(laggards) or "there is no source"
-            raise TrustTimeoutError(f"streams are not {trust.name} in time: {reason}", deliveries)
+            raise TrustTimeoutError(f"streams did not reach {trust.name} in time: {reason}", deliveries)
 
     @contextmanager
     def _redeliver_on_error(self) -> Iterator[list[Any]]:
