@@ -133,6 +133,16 @@ async def test_an_invalid_file_keeps_the_known_engines_and_names_the_place_of_th
     assert await watched.next_after(lambda: replace_file(path, GOOD)) == good
 
 
+async def test_a_misspelled_table_of_a_configuration_file_keeps_the_known_engines(path: Path) -> None:
+    """A configuration file may contain other settings, and no engine."""
+    watched = WatchedFile(path, keys=("sources", "source_files", "port"))
+    good = await watched.first()
+    invalid = await watched.next_after(lambda: replace_file(path, GOOD.replace("[[sources]]", "[[source]]")))
+    assert invalid.registrations == good.registrations
+    assert "unknown key 'source'; did you mean 'sources'? correct it; the sources that it named" in invalid.faults[0]
+    assert (await watched.next_after(lambda: replace_file(path, "port = 1"))).registrations == ()
+
+
 async def test_a_file_that_is_not_utf8_or_too_large_is_invalid(path: Path) -> None:
     """The fault says that the bytes are not text, or that there are too many."""
     watched = WatchedFile(path, max_bytes=1000)
@@ -166,9 +176,9 @@ async def test_a_file_that_is_written_while_it_is_read_is_read_again(path: Path,
     watched = WatchedFile(path)
     await watched.first()
 
-    def read_while_written(given: Path, *, only_sources: bool, max_bytes: int) -> object:
+    def read_while_written(given: Path, *, keys: tuple[str, ...], max_bytes: int) -> object:
         monkeypatch.undo()
-        half = read_sources(given, only_sources=only_sources, max_bytes=max_bytes)
+        half = read_sources(given, keys=keys, max_bytes=max_bytes)
         path.write_text(MORE)
         return half[:0]
 

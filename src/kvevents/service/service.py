@@ -364,6 +364,6 @@ def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
     if config.sources or config.source_files or config.dns:
         return True
     try:
-        return sources_file is not None and bool(read_sources(sources_file, only_sources=False))
+        return sources_file is not None and bool(read_sources(sources_file, keys=config.__struct_fields__))
     except ExceptionGroup:  # The provider of the file reports the fault.
         return True

@@ -204,7 +204,7 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     curve: Curve | None = None
     """CURVE keys for engines whose source has no keys."""
     sources: list[SourceTable] = field(default_factory=list)
-    """Engines to follow. A configuration file that lists engines is read again when it changes."""
+    """Engines to follow, which are read again when the configuration file changes."""
     source_files: Annotated[list[FilePath], "--sources"] = field(default_factory=list)
     """TOML file of [[sources]], which is read again when it changes; can be repeated."""
     dns: list[DnsTable] = field(default_factory=list)

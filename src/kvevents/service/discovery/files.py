@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -14,13 +14,15 @@ from kvevents.backoff import SYSTEM_CLOCK, Clock, apply_jitter
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import Finding, SourceTable, parse_table
-from kvevents.settings import parse_toml
+from kvevents.settings import parse_toml, suggestion
 
 CHECK_SECONDS: Final = 1.0
 """Pause between two checks of a file for changes. A check is one `stat`, which, unlike inotify, also works over NFS and through
 the symlinks of a Kubernetes ConfigMap."""
 MAX_FILE_BYTES: Final = 8 << 20
 """Maximum size of a file in bytes: several times the size of 4,096 tables that have all fields."""
+SOURCES_ONLY: Final = ("sources",)
+"""The key of a file of sources."""
 MAX_FAULTS: Final = 16
 """Maximum number of invalid tables of one file that are reported one by one."""
 
@@ -52,8 +54,8 @@ class FileProvider(Struct, frozen=True):
     """Finds the engines of a watched file. If the file cannot be used, the finding has a fault and the former engines."""
 
     path: Path
-    only_sources: bool = True
-    """Whether the file may contain only `[[sources]]`; false for the configuration file, which has other settings, too."""
+    keys: tuple[str, ...] = SOURCES_ONLY
+    """Keys that the file may contain. The configuration file has all settings, of which only `[[sources]]` are read here."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
     clock: Clock = SYSTEM_CLOCK
@@ -79,7 +81,7 @@ class FileProvider(Struct, frozen=True):
 
     def _load(self, known: Finding) -> Finding:
         try:
-            return build_finding(read_sources(self.path, only_sources=self.only_sources, max_bytes=self.max_bytes))
+            return build_finding(read_sources(self.path, keys=self.keys, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
             note = "; the sources that it named before stay" if known.registrations or known.providers else ""
             return replace(known, faults=tuple(f"{error}{note}" for error in errors.exceptions[:MAX_FAULTS]))
@@ -94,13 +96,13 @@ def file_stamp(path: Path) -> _FileStamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
+def read_sources(path: Path, *, keys: Collection[str] = SOURCES_ONLY, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
     """Return the tables of a file.
 
     Raises an `ExceptionGroup` with one `ConfigError` for each invalid table, or with one for the whole file.
     """
     try:
-        raw = _read_tables(path, only_sources=only_sources, max_bytes=max_bytes)
+        raw = _read_tables(path, keys=keys, max_bytes=max_bytes)
     except (OSError, ValueError, RecursionError) as error:  # ValueError is a base class of `ConfigError`.
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
@@ -116,16 +118,18 @@ def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_
     return tables
 
 
-def _read_tables(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
+def _read_tables(path: Path, *, keys: Collection[str], max_bytes: int) -> list[Any]:
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ConfigError(f"the file has more than {max_bytes} bytes")
     fields = parse_toml(content.decode("utf-8"))
-    if not only_sources:
+    if unknown := sorted(fields.keys() - {*keys}):
+        if keys == SOURCES_ONLY:
+            raise ConfigError(f"unknown key {unknown[0]!r}: a file of sources has [[sources]] tables and nothing else")
+        raise ConfigError(f"unknown key {unknown[0]!r}{suggestion(unknown[0], keys)} correct it")
+    if keys != SOURCES_ONLY:
         fields.setdefault("sources", [])
-    elif unknown := sorted(fields.keys() - {"sources"}):
-        raise ConfigError(f"unknown key {unknown[0]!r}: a file of sources has [[sources]] tables and nothing else")
     if "sources" not in fields:
         raise ConfigError("the file has no [[sources]]: write sources = [] for an empty list")
     if not isinstance(fields["sources"], list):

@@ -291,7 +291,7 @@ def build_providers(config: EngineSources, watched_file: Path | None) -> list[Pr
     """
     providers: list[Provider] = []
     if watched_file is not None:
-        providers.append(FileProvider(watched_file, only_sources=False))
+        providers.append(FileProvider(watched_file, config.__struct_fields__))
     if config.sources:
         providers.append(StaticProvider(tuple(config.sources)))
     providers += [FileProvider(Path(path)) for path in config.source_files]
@@ -339,7 +339,7 @@ def check_engines(config: EngineSources, watched_file: Path | None) -> None:
 
 def _configured_registrations(config: EngineSources, watched_file: Path | None) -> list[tuple[Registration, str]]:
     try:
-        watched = read_sources(watched_file, only_sources=False) if watched_file is not None else []
+        watched = read_sources(watched_file, keys=config.__struct_fields__) if watched_file is not None else []
         tables = [(table, str(watched_file)) for table in watched] + [(table, "the settings") for table in config.sources]
         tables += [(table, path) for path in config.source_files for table in read_sources(Path(path))]
     except ExceptionGroup as errors:
