@@ -55,7 +55,7 @@ def test_replicas_disagree_if_one_of_many_streams_differs() -> None:
 
 
 def test_digests_at_different_positions_are_not_compared() -> None:
-    one, two = PartitionDigest.of(7, digests(3)), PartitionDigest.of(8, digests(4))
+    one, two = PartitionDigest.combine(7, digests(3)), PartitionDigest.combine(8, digests(4))
     assert ReplicaDigests({0: [one], 1: [one]}).agrees(ReplicaDigests({0: [one], 1: [two]})) is True
     assert ReplicaDigests({0: [one]}).agrees(ReplicaDigests({0: [two]})) is None
     assert ReplicaDigests({0: [one]}).agrees(ReplicaDigests({1: [one]})) is None
@@ -90,7 +90,7 @@ def test_replicas_that_have_read_different_numbers_of_pages_share_positions() ->
 
 def test_digests_fit_into_a_message_of_any_plane() -> None:
     """This holds for the largest number of partitions, whatever is in them."""
-    place = PartitionDigest.of(2**53, digests(10))
+    place = PartitionDigest.combine(2**53, digests(10))
     replica_digests = ReplicaDigests(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
     assert len(replica_digests.encode()) < 60 << 10
     assert ReplicaDigests.decode(replica_digests.encode()) == replica_digests

@@ -99,10 +99,10 @@ class Store:
 async def writing(store: Store, **faults: str) -> AsyncIterator[dict[str, Snapshotter]]:
     """Run a snapshotter of each name. `faults` are the reasons why replicas cannot publish digests, so no other knows them."""
 
-    async def take(*_: Any) -> Any:
+    async def capture(*_: Any) -> Any:
         return None, 0
 
-    build: Any = SimpleNamespace(record=lambda _: None, take=take, stream_ids={0: "x"}, complete={0}, newest={})
+    build: Any = SimpleNamespace(record=lambda _: None, capture_snapshot=capture, stream_ids={0: "x"}, complete={0}, newest={})
     found, tasks = {}, []
     for name in NAMES:
         check = ConsistencyCheck(name, 1.0)

@@ -77,7 +77,8 @@ MISSING_CHECK_SECONDS: Final = 1.0
 MISSING_PAGES_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
 SNAPSHOT_WAIT_SECONDS: Final = 30.0
-"""Replaces `MISSING_PAGES_SECONDS` if another replica has the missing pages. That replica then has time to write a snapshot."""
+"""Replaces `MISSING_PAGES_SECONDS` if another replica has the missing pages. The other replica then has time to write a
+snapshot."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
 ENGINE_CHECK_SECONDS: Final = 0.5
@@ -87,7 +88,7 @@ GAP_HOLD_SECONDS: Final = 1.0
 START_SECONDS: Final = 30.0
 """Timeout for finding or creating the plane. Servers that have just started must elect leaders, even for new streams."""
 STOP_SECONDS: Final = 5.0
-"""Maximum number of seconds for which a bridge that stops writes queued records."""
+"""Maximum number of seconds for which a stopping bridge still writes the queued records."""
 POLL_SECONDS: Final = 0.02
 """Seconds between two checks of a condition that many tasks change."""
 REQUEST_SECONDS: Final = 2.0
@@ -108,7 +109,7 @@ class Bridge:
         self.resyncs = 0
         """Number of times that the bridge followed a stream again because the stream had diverged from the log."""
         self.name_conflict = ""
-        """Process and host of another bridge with this bridge's name; empty without a conflict."""
+        """Process and host of another bridge that has the same name as this bridge; empty if no other bridge has this name."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
@@ -156,9 +157,9 @@ class Bridge:
     # --- run
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Write until `stop` is set, and then write queued records for at most `STOP_SECONDS`.
+        """Write until `stop` is set. Then write the queued records for at most `STOP_SECONDS`.
 
-        Raises `PlaneError` if the servers cannot be used, `ConfigError` for settings that they do not accept.
+        Raises `PlaneError` if the servers cannot be used, and `ConfigError` if the servers do not accept the settings.
         """
         self._loop = asyncio.get_running_loop()
         plane = self._plane
@@ -260,7 +261,7 @@ class Bridge:
             partition.enqueue(LeaveRecord(*key, f"bridge {self.settings.name} no longer follows it"))
 
     def _withdraw_report(self, partition: PartitionWriter, key: StreamKey) -> None:
-        """Withdraw this bridge's report about a stream that it no longer follows, because replicas would use the report."""
+        """Withdraw the report about a stream that this bridge no longer follows, so that replicas do not use the report."""
         partition.enqueue(TrustRecord(*key, self.id, "", "", {}))
 
     def _is_reached_by_others(self, partition: PartitionWriter, key: StreamKey) -> bool:
@@ -356,7 +357,8 @@ class Bridge:
         """Hand records over to the event loop; runs in the reader's thread."""
         loop = self._loop
         if loop is not None:
-            # This thread counts the bytes itself: it could read a whole burst before the event loop counts the first record.
+            # The reader's thread counts the bytes itself, because it can read a whole burst before the event loop counts a
+            # record.
             size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
             with suppress(RuntimeError):  # the event loop might have ended
@@ -455,7 +457,7 @@ class Bridge:
         return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
-        """Return for how many seconds the oldest record has waited or nothing was read, whichever is longer."""
+        """Return the seconds for which the oldest record has waited, or for which nothing was read, whichever is longer."""
         if not partition.paused:
             partition.paused_since = None
         since = (self._unread_since, partition.paused_since)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordVerdict(Enum):
-    """What a bridge must do with one of its records."""
+    """Action that a bridge takes for one of its records."""
 
     APPEND = "the record is next"
     DUPLICATE = "the log has the record"
@@ -109,7 +109,7 @@ def _may_be_followed(end: StreamEnd) -> bool:
 
 
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
-    """Return whether a batch equals the log's newest batch; if the log ends with a gap, the result of an earlier comparison."""
+    """Return whether a batch equals the log's newest batch, by an earlier comparison if the log now ends with a gap."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
@@ -235,7 +235,7 @@ class BridgePeers:
         """Position of the oldest known heartbeat of this bridge."""
 
     def restart(self) -> None:
-        """Forget the position of this bridge's oldest heartbeat, because the partition is read again."""
+        """Forget the position of this bridge's oldest heartbeat. Call this when the partition is read again."""
         self._first_own = None
 
     def update(self, now: float) -> None:
@@ -257,7 +257,7 @@ class BridgePeers:
         return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own_id)
 
     def name_conflict(self, now: float) -> str:
-        """Return the process of another bridge with the same name; empty if no other bridge uses it.
+        """Return the process of another bridge with this bridge's name; empty if no other bridge has this name.
 
         A bridge that started earlier counts only if it writes after this bridge has written.
         """

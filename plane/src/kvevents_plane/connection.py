@@ -37,7 +37,7 @@ _FIRST_HINTS: Final[dict[PlaneFault, str]] = {
     "denied": "it rejects this login: check user and password, token, credentials or nkey",
     "timeout": "check that it is a NATS server, and the network in between",
 }
-"""Hints for faults of the first connection. These hints replace those in `HINTS`."""
+"""Hints for faults of the first connection. Hints in this table replace hints in `HINTS`."""
 _NO_JETSTREAM_CODES: Final = frozenset({None, 10035, 10039, 10076})
 """Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
 _NATS_EXCEPTIONS: Final = (errors.Error, OSError, ValueError)
@@ -231,7 +231,7 @@ class ReconnectPolicy:
     """Selects the next server: tries all servers in random order and, after a growing pause, all servers again."""
 
     def __init__(self, limits: ConnectionLimits, addresses: Iterable[str] = ()) -> None:
-        """`addresses` are the servers in the settings. These servers belong to the cluster even if no INFO lists them."""
+        """`addresses` are the configured servers, which belong to the cluster even if no INFO lists them."""
         self._configured = {urlsplit(address).netloc for address in addresses}
         self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
         self._tried: set[str] = set()

@@ -42,8 +42,8 @@ class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
     """Digest of all streams in hexadecimal digits."""
 
     @classmethod
-    def of(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
-        """Combine the digests of the partition's streams. The 16 bytes protect against errors, but not against attacks."""
+    def combine(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
+        """Combine the digests of the partition's streams. The 16 bytes protect against errors, not against attacks."""
         rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
         return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:16].hex())
 
@@ -119,7 +119,7 @@ class ConsistencyCheck:
     def __init__(self, name: str, turn_seconds: float) -> None:
         self._turn_seconds: Final = turn_seconds
         self.disagreements = 0
-        """Number of times that another replica's index differed from this one at the same position."""
+        """Number of times that another replica's index differed from this replica's index at the same position."""
         self.write_fault = ""
         """Why this replica cannot publish its digests, for example because it has no permission; empty if it can publish."""
         self.others: tuple[str, ...] = ()

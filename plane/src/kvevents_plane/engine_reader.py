@@ -40,7 +40,7 @@ PAUSE_SECONDS: Final = 0.02
 MAX_REASON_CHARACTERS: Final = 500
 """Maximum number of characters of a reason in the log; an engine can send a reason of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
-"""Maximum number of consecutive requests for a sender's whole history. A third request does not end more degraded reasons."""
+"""Maximum number of consecutive requests for a sender's whole history. A third request would end no further reason."""
 _CLEAR_MARKER: Final = b"leared"
 """Part of the name of the clear event in every known dialect."""
 _HEARTBEAT_MARKER: Final = b"every"
@@ -60,7 +60,7 @@ class Watch(NamedTuple):
         return self.source.label, self.source.rank
 
     def validate(self) -> Watch:
-        """Return this watch if its name and registration fit into the log. Raises `ConfigError`."""
+        """Return this watch if the watch's name and registration fit into the log. Raises `ConfigError`."""
         name = self.source.label
         try:
             size = len(name.encode())
@@ -177,10 +177,10 @@ class EngineReader(threading.Thread):
         return outcomes
 
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
-        """Return the report about a batch. A degraded stream starts over if its sender can send its whole history.
+        """Return the report about a batch. Make a degraded stream start over if its sender can send the whole history.
 
-        A sender can do so if its heartbeats have digests. A matching digest would also end the degraded reasons, but only a
-        replica can compare digests.
+        A sender can send the whole history if its heartbeats have digests. A matching digest would also end the degraded
+        reasons, but only a replica can compare digests.
         """
         report = inspect_payload(batch.payload)
         if report is None or report.heartbeat is None or report.heartbeat.digest is None or report.cleared or batch.replayed:

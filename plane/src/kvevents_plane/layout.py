@@ -52,7 +52,7 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
         return {METADATA_PREFIX + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
 
     @classmethod
-    def of(cls, info: StreamInfo) -> PartitionMetadata | None:
+    def from_info(cls, info: StreamInfo) -> PartitionMetadata | None:
         """Return the metadata of a stream, or None for a stream that is not a partition."""
         known = {key.removeprefix(METADATA_PREFIX): value for key, value in (info.config.metadata or {}).items()}
         try:
@@ -128,7 +128,7 @@ async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
     info = await _stream_info(js, layout, 0) or await _stream_info(js, layout, 1)
     if info is None:
         return None
-    metadata = PartitionMetadata.of(info)
+    metadata = PartitionMetadata.from_info(info)
     if metadata is None:
         raise ConfigError(
             f"stream {info.config.name} was not created by kvevents: delete it, or choose another name for the plane"
@@ -227,7 +227,7 @@ def _advise_on_error(error: PlaneError, layout: Layout, settings: PlaneSettings)
 def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | None:
     """Return why a stream cannot be a partition, or None if it can. The size and the number of copies are not checked."""
     config = info.config
-    if PartitionMetadata.of(info) is None:
+    if PartitionMetadata.from_info(info) is None:
         return "was not created by kvevents"
     if config.subjects != [layout.subject(partition)]:
         return f"stores subjects {config.subjects} instead of {layout.subject(partition)} alone"
@@ -245,7 +245,7 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
     """Query a partition's current state. Raises `PlaneError`."""
     with map_errors(f"querying partition {partition} of plane {layout.name!r}"):
         info = await js.stream_info(layout.stream(partition))
-    metadata = PartitionMetadata.of(info)
+    metadata = PartitionMetadata.from_info(info)
     return PartitionInfo(
         info.state.first_seq,
         info.state.last_seq,
@@ -282,7 +282,7 @@ async def fetch_message(
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
     """Return whether a partition holds the messages up to `tail`, which a reader has read.
 
-    Only the message at `tail` and the message after it are checked. Raises `PlaneError` if they cannot be read.
+    Only the message at `tail` and the next message are checked. Raises `PlaneError` if these messages cannot be read.
     """
     if tail.position > info.last:
         return False

@@ -97,7 +97,7 @@ class _Heartbeat(NamedTuple):
     delay: float
     """Seconds by which the heartbeat took longer than the fastest of the earlier heartbeats."""
     is_live: bool
-    """Whether the heartbeat arrived after the partition was first read to its end. Any earlier heartbeat can be old."""
+    """Whether the heartbeat arrived after the partition was first read to its end. An earlier heartbeat might be old."""
 
     def follow(self, position: int, received_at: float, uptime: float, *, is_live: bool) -> _Heartbeat:
         """Return the state of the next heartbeat. After a stop of a server or replica, some heartbeats arrive late."""
@@ -110,7 +110,7 @@ class _Heartbeat(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _ObservedIncarnation:
-    """What this subscriber has seen of one incarnation of a stream."""
+    """The records of one incarnation of a stream that this subscriber has received."""
 
     incarnation: int
     has_batch: bool = False
@@ -313,7 +313,7 @@ class LogSubscriber:
             partition = self._due.pop()
             state = self.states[partition]
             digests = {key: digest for key in state.registrations() if (digest := self._digest(key)) is not None}
-            combined = PartitionDigest.of(state.position, digests)
+            combined = PartitionDigest.combine(state.position, digests)
             known = self._digests_by_interval.setdefault(partition, {})
             known.update({pages: combined for pages in self._limits.digest_intervals if combined.position % pages == 0})
             self.digests[partition] = tuple(dict.fromkeys(known.values()))
@@ -367,7 +367,7 @@ class LogSubscriber:
         return None
 
     def _observe(self, key: StreamKey, incarnation: int) -> _ObservedIncarnation:
-        """Return what was seen of a stream's incarnation, and forget the incarnation before it."""
+        """Return the state of a stream's incarnation, and forget the previous incarnation."""
         observed = self._observed.get(key)
         if observed is None or observed.incarnation != incarnation:
             observed = self._observed[key] = _ObservedIncarnation(incarnation)
@@ -406,7 +406,7 @@ class LogSubscriber:
             counters.attestations_mismatched += report.attestation_matches is False
         observed = self._observed.get(key)
         if observed is not None and observed.incarnation == delivery.incarnation:
-            # A difference with a known reason is not counted, because any other index of the same log would differ too.
+            # A difference with a known reason is not counted, because every index of the same log has that difference.
             self.diverged += observed.add_report(delivery.seq, report)
 
     # --- status

@@ -1,8 +1,8 @@
 """Maps the exceptions of nats-py to `PlaneError`, with the kind of fault (`PlaneError.fault`) and a hint in the message.
 
-Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package, and no task
-survives its cancellation: nats-py calls `asyncio.wait_for`, which in Python 3.11 swallows a cancellation if the answer arrives
-at the same time.
+Every other module of the plane calls nats-py within `map_errors`. So no exception of nats-py leaves the package, and a
+cancelled task always ends. Without `map_errors` a cancellation could be lost: nats-py calls `asyncio.wait_for`, which in Python
+3.11 ignores a cancellation that arrives together with the answer.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ _FAULTS_BY_TYPE: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.Error, "refused"),
     (OSError, "away"),
 )
-"""The fault of each exception type. The first match counts, because some types are subclasses of types after them."""
+"""The fault of each exception type. The first match counts, because some types are subclasses of later types."""
 _NO_ROOM_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of the OS for a file that cannot grow, such as the file of a snapshot."""
 _DENIED_PATTERN: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
-"""Pattern of the errors that a server reports only as text, and for which nats-py has no exception type."""
+"""Pattern of errors without an exception type in nats-py; a server reports such errors only as text."""
 
 
 @contextmanager
 def map_errors(activity: str) -> Iterator[None]:
-    """Raise exceptions of NATS and its sockets as `PlaneError`. The message begins with `activity` and a colon."""
+    """Convert exceptions of NATS and its sockets to `PlaneError`, whose message begins with `activity` and a colon."""
     try:
         with keep_cancellation():
             yield
@@ -119,7 +119,7 @@ def map_errors(activity: str) -> Iterator[None]:
 
 @contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Raise `asyncio.CancelledError` if the task was cancelled in this context, even if called code swallowed it."""
+    """Raise `asyncio.CancelledError` if the task was cancelled in this context, even if called code caught this exception."""
     before = _count_cancellations()
     try:
         yield

@@ -66,7 +66,7 @@ class _StreamQueue:
     """The report that is written after all queued records, or None if no report is queued."""
     followed_incarnation: int | None = None
     """The incarnation that the bridge follows; None after the stream has left the log. If the log has a later incarnation, the
-    bridge has not seen it, and the bridge's trust says nothing about it."""
+    bridge has not seen that incarnation, and the bridge's trust does not apply to it."""
     agreed_incarnation: int | None = None
     """The log's incarnation, if it is known to equal the followed incarnation; else None."""
 
@@ -322,7 +322,7 @@ class PageBuilder:
     # --- results of pages
 
     def acknowledge(self, position: int) -> list[PartitionEvent]:
-        """Apply the page in flight, which is in the partition at `position`; return its events."""
+        """Apply the page in flight, which the server has stored at `position`. Return the page's events."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return []
@@ -333,13 +333,13 @@ class PageBuilder:
         return events
 
     def withdraw(self) -> None:
-        """Give up the page in flight, which might not be in the partition. Read the partition before the next `build`."""
+        """Give up the page in flight, which the server might not have stored. Read the partition before the next `build`."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._heartbeat = self._heartbeat or in_flight.heartbeat
 
     def _commit(self, selection: _Selection) -> None:
-        """Drop records that are in the log."""
+        """Drop the queued records of a selection, which are now in the log."""
         key, queue = selection.key, selection.queue
         if self._queues.get(key) is not queue:
             return  # the stream was resynced or removed while the page was in flight
@@ -354,7 +354,7 @@ class PageBuilder:
             self._active[key] = None  # move the stream to the end of the round-robin order
 
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        """Apply a page of any bridge that was read, and return its events. The server will then reject the page in flight."""
+        """Apply a page of any bridge, and return its events. The server will then reject the page in flight."""
         self.withdraw()
         return self._update_queues(self.state.first_page, self.state.apply(position, page))
 
@@ -364,7 +364,7 @@ class PageBuilder:
         self._update_queues(self.state.first_page, self.state.receive(message, partition))
 
     def _update_queues(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
-        """Update the queues after events; `first_page` is the value that `state.first_page` had before them."""
+        """Update the queues after events; `first_page` is the value of `state.first_page` before the events."""
         if self.state.first_page != first_page:
             self.reset_reason = ""
         for event in events:

@@ -13,8 +13,8 @@ the newest message that it has read: by name with each new consumer, and by the 
 
 The reader of a bridge also has a *writer*, which already knows its own pages. If other bridges write few pages to the
 partition, the reader *polls*: it has no consumer, skips the pages that the writer knows, and requests pages of other bridges
-one by one. It requests these at once if a page of the writer is rejected, because another bridge has then written a page. If
-the writer writes nothing, the reader requests them periodically.
+one by one. The reader requests these pages at once if a page of the writer is rejected, because another bridge has then written
+a page. If the writer writes nothing, the reader requests them periodically.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ OnMessages = Callable[[list[ReceivedMessage]], None]
 
 
 class LocalWriter(Protocol):
-    """What a reader needs of the writer that writes to the same partition."""
+    """The methods that a reader calls of the writer to the same partition."""
 
     def knows(self, position: int, name: str) -> bool:
-        """Return whether the writer has written the page or has received it from the reader."""
+        """Return whether the writer knows the page, because the writer has written it or has received it from the reader."""
         ...
 
     def is_writing(self) -> bool:
@@ -151,7 +151,7 @@ class PartitionReader:
         self._interrupted = asyncio.Event()
         """Set if the consumer must be replaced or the poll must end."""
         self._check_requests = 0
-        """Number of requests for a check. This number shows whether a check began before or after the newest request."""
+        """Number of requests for a check. The number shows whether a check began before or after the newest request."""
         self._alive_at = 0.0
 
     @property
@@ -313,7 +313,7 @@ class PartitionReader:
         return None
 
     async def _fetch_to(self, last: int) -> bool:
-        """Pass on all pages up to position `last` and return True. Return False if only a consumer can read them."""
+        """Pass on all pages up to position `last` and return True. Return False if only a consumer can read the pages."""
         while self.position < last:
             try:
                 message = await fetch_message(self._js, self._layout, self._partition, self.position + 1)
@@ -379,7 +379,7 @@ class PartitionReader:
         return None
 
     def _note_end(self) -> None:
-        """Record that the consumer has sent all its pages. Request a check if the partition has later pages."""
+        """Record that the consumer has sent all of the consumer's pages. Request a check if the partition has later pages."""
         if self.info is not None and self.position < self.info.last:
             self._is_page_missing = True
             self._interrupted.set()

@@ -122,10 +122,10 @@ class StreamState(msgspec.Struct, array_like=True):
     has_ended: bool = False
     """Whether the incarnation accepts no more records, because the stream had left or an invalid record was written."""
     engines: dict[str, bytes] = {}
-    """For each bridge, the digest (`engine_digest`) of the engine with which it most recently joined the stream."""
+    """Maps each bridge to the digest (`engine_digest`) of the engine with which the bridge most recently joined the stream."""
 
     def differing_bridges(self, is_alive: Callable[[str], bool]) -> list[str]:
-        """If the bridges that are alive joined the stream with different engines, return these bridges; else an empty list."""
+        """Return the living bridges that joined the stream if they named different engines; else return an empty list."""
         if len(set(self.engines.values())) < 2:
             return []
         alive = {bridge: engine for bridge, engine in self.engines.items() if is_alive(bridge)}
@@ -133,12 +133,12 @@ class StreamState(msgspec.Struct, array_like=True):
 
 
 class ResumePoint(NamedTuple):
-    """The point after which a bridge's subscriber follows a stream in order to continue the log."""
+    """The batch after which a bridge's subscriber must continue a stream, so that the log has neither gap nor repetition."""
 
     resume: Checkpoint | None
     """None if the log has no batch of the current incarnation, because no batch can be verified then."""
     incarnation_offset: int
-    """Number that is added to the subscriber's incarnations to obtain those of the log."""
+    """Number that converts the subscriber's incarnation numbers to the log's incarnation numbers by addition."""
 
 
 class LastHeartbeat(NamedTuple):
@@ -156,7 +156,7 @@ class PartitionState:
         self.position = 0
         """Position of the newest message that was read; JetStream counts from 1."""
         self.streams: dict[StreamKey, StreamState] = {}
-        """Streams in the order in which they joined or left. Remembered streams that have left are included."""
+        """Streams, including remembered streams that have left. A stream moves to the end when it joins or leaves."""
         self.heartbeats: dict[str, LastHeartbeat] = {}
         """The newest heartbeat of each bridge, by the bridge's id."""
         self.invalid_records = 0

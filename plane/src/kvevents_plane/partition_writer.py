@@ -50,7 +50,7 @@ ACK_SECONDS: Final = 2.0
 REQUEST_SECONDS: Final = 5.0
 """Timeout for all other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0
-"""Maximum number of seconds for which a writer whose page was rejected waits until the reader receives the other page."""
+"""Maximum number of seconds for which a writer waits, after its page was rejected, until the reader receives the other page."""
 MAX_IDLE_SECONDS: Final = 0.5
 """Maximum number of seconds between two checks for due records."""
 
@@ -142,7 +142,7 @@ class PartitionWriter:
     def start_over(self, first: int) -> None:
         """Let all streams start over, because replicas cannot read the pages before `first`.
 
-        Do nothing if all streams started over at `first` or later, or if the partition was recreated and never had these pages.
+        Do nothing if all streams started over at `first` or later, or if the partition was recreated without these pages.
         """
         state = self.builder.state
         if state.first_page < first <= state.position + 1 and self.ready.is_set():

@@ -120,7 +120,7 @@ class IncarnationRecord(_StreamRecord, frozen=True, array_like=True, tag="r", gc
 
 
 class GapRecord(_StreamRecord, frozen=True, array_like=True, tag="g", gc=False):
-    """The batches `first` to `last` are lost: no bridge can obtain these."""
+    """The batches `first` to `last` are lost: no bridge can obtain them."""
 
     incarnation: _Count
     first: _Count
@@ -137,8 +137,8 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     """Name of the trust state. Empty if the bridge no longer follows the stream; readers then drop its earlier reports."""
     reason: str
     degraded_reasons: dict[str, _LastSeq]
-    """Maps the name of each `DegradedReason` to the number of the last batch that it affects. For a reason that checkpoints
-    omit, this is the newest number."""
+    """Maps the name of each `DegradedReason` to the number of the last batch that it affects. A reason that checkpoints omit
+    has the number of the newest batch."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
@@ -148,7 +148,7 @@ class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=Fals
     """
 
     floor: _Count
-    """First incarnation of every stream after this record. This number is higher than all earlier incarnations."""
+    """First incarnation of every stream after this record. The number is higher than all earlier incarnations."""
     reason: str
 
 

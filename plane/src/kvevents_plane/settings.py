@@ -20,7 +20,7 @@ MAX_RECEIVED_BATCHES: Final = 256
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size in bytes of a file with credentials (usually a few thousand bytes) or with a seed (58 bytes)."""
 MAX_INBOX_CHARACTERS: Final = 64
-"""Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
+"""Maximum number of characters of an inbox prefix; NATS appends at least 22 further characters."""
 
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 _NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
@@ -91,9 +91,10 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pending_bytes: Bytes = 64 << 20
     """Maximum number of bytes of pages that wait to be processed. Pages beyond the limit are read again later."""
     max_lag_seconds: Seconds = 1.0
-    """If the index lacks a page of the servers for more than this many seconds, the partition's streams are REPLAYING."""
+    """Seconds after which a page that the index still lacks makes the partition's streams REPLAYING."""
     digest_pages: Positive = 64
-    """Number of pages between two digests of a partition. It must be equal in all replicas, which compare by position."""
+    """Number of pages between two digests of a partition. The value must be equal in all replicas, because replicas compare
+    digests of equal positions."""
 
     @property
     def digest_intervals(self) -> tuple[int, int, int]:
@@ -252,7 +253,8 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     dead_seconds: Seconds = 30.0
     """Drop an engine from the log after this many seconds without a connection to any bridge."""
     unclaimed_seconds: Seconds = 600.0
-    """Drop an engine from the log that no bridge has claimed for this many seconds; set more than bridges need to restart."""
+    """Drop an engine from the log if no bridge has claimed it for this many seconds; set more than a restart of a bridge
+    takes."""
     heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 0.5
     """Seconds between two heartbeats in each partition, at most 60. A state that replicas report as EXACT is at most three
     heartbeats and half a second old."""

@@ -48,7 +48,7 @@ is killed while it writes a snapshot leaves objects that no entry lists."""
 TRANSFER_SECONDS: Final = 300.0
 """Timeout in seconds for reading or writing one snapshot."""
 BODY_SECONDS: Final = 30.0
-"""Timeout in seconds for reading a snapshot except its index. That part has at most a few MiB."""
+"""Timeout in seconds for reading a snapshot except its index. The other part has at most a few MiB."""
 CLEANUP_SECONDS: Final = 60.0
 """Timeout in seconds for deleting pages and objects that are no longer needed after a snapshot was written."""
 _OBJECT_SUFFIXES: Final = ("index", "streams")
@@ -272,7 +272,7 @@ class Snapshots:
             ) from error
 
     async def _get_object(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
-        """Return an object's bytes. If `writeinto` is given, write them to that file and return b"".
+        """Return an object's bytes. If `writeinto` is given, write the bytes to that file and return b"".
 
         Raises `SnapshotError` for a damaged object. An object with a missing chunk is recognised first, because nats-py would
         wait forever for the chunk.
@@ -348,7 +348,7 @@ class Snapshots:
                         await store.put(f"{snapshot.name}.index", file, meta)
 
     async def _publish_list(self, snapshots: Sequence[SnapshotInfo], revision: int) -> None:
-        """Write the list of valid snapshots, if its entry still has `revision`."""
+        """Write the list of valid snapshots, if the entry of the list still has `revision`."""
         key = f"{ENTRY_PREFIX}.{snapshots[0].partition}"
         with map_errors(f"writing the list of snapshots of partition {snapshots[0].partition}"):
             bucket = await self._js.key_value(self._layout.bucket)
@@ -379,7 +379,7 @@ class Snapshots:
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Purge subjects of objects that no entry lists, after the time that a writer needs at most to list them.
+        """Purge subjects of objects that no entry lists. Wait for the maximum time that a writer needs to list its objects.
 
         These subjects include chunks of an object whose writer was killed before the object was complete.
         """

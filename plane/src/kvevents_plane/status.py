@@ -44,7 +44,7 @@ class PartitionView(msgspec.Struct, frozen=True):
     bridges: dict[str, float]
     """The bridges that wrote the newest pages, and the time at which the servers stored the newest page of each bridge."""
     alive_seconds: float = 0.0
-    """Seconds within which each of these bridges must write again, according to their heartbeats."""
+    """Seconds within which each bridge must write again, according to the bridges' heartbeats."""
     silent: list[str] = []
     """Bridges that did not write within `alive_seconds` while the status was queried."""
     fault: str = ""
@@ -53,7 +53,7 @@ class PartitionView(msgspec.Struct, frozen=True):
     shared: list[str] = []
     """Bridge names under which several processes write alternately."""
     missing: int = 0
-    """Number of positions between the first and the last page that have no message any more."""
+    """Number of positions, between the first and the last page, whose messages no longer exist."""
     conflicts: list[str] = []
     """Sentences from the heartbeats of bridges, each about a name that two bridges use for different engines."""
     unsaved_seconds: float = 0.0
@@ -180,7 +180,7 @@ class _BridgeScan:
         self.newest_at = 0.0
 
     def add(self, message: ReceivedMessage | None) -> set[str]:
-        """Add the next page. Return a set with the name of its bridge; an empty set if the message is not a page."""
+        """Add the next page. Return the name of the message's bridge as a set; an empty set if the message is not a page."""
         if message is None or (page := decode_page(message.data)) is None:
             return set()
         heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]

@@ -42,7 +42,7 @@ MISSING_PAGES_SECONDS: Final = 1.0
 FULL_FOLDER_SECONDS: Final = 10.0
 """Seconds until the next attempt to read a snapshot that did not fit into the temporary folder."""
 MAX_BLOCKED_SECONDS: Final = 5.0
-"""If a partition cannot be read for this many seconds, queries are answered without it."""
+"""Seconds for which a partition must be unreadable before queries are answered without that partition."""
 
 
 class IndexBuild:
@@ -69,13 +69,13 @@ class IndexBuild:
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.missing: Final = dict[int, int]()
-        """Maps each partition with missing pages that no readable snapshot contains to the first page after these."""
+        """Partitions with missing pages that no readable snapshot contains, each with the first page after the missing ones."""
         self.rereads = 0
         """Number of times that the reading of a partition began again because it could not continue."""
         self.rebuild_reason = ""
         """Why this build must be replaced; empty if it can be kept."""
         self.disputed: Final = set[int]()
-        """Partitions of which a page was disputed (`ReadFailure`), so that they were read again or must be read again."""
+        """Partitions that were read again, or must be read again, because a page was disputed (`ReadFailure`)."""
         self._client: Final = client
         self._limits: Final = limits
         self._layout: Final = layout
@@ -86,7 +86,7 @@ class IndexBuild:
         self._faults: Final = dict[int, str]()
         """Maps each partition whose reading cannot begin to the reason."""
         self._blocked_since: Final = dict[int, float]()
-        """Maps each incomplete partition with a fault to the time since which this has been so."""
+        """Maps each partition that is incomplete because of a fault to the time at which the fault was first seen."""
         self._first_pages: Final = dict[int, int]()
         """Maps each partition with a hole (`PartitionReader`) to the first page after the hole."""
         self._known_snapshots: Final = dict[int, set[str]]()
@@ -253,7 +253,7 @@ class IndexBuild:
             log.warning("%s", why)
 
     def _remove_streams(self, partition: int) -> None:
-        """Remove the blocks of a partition that is read again. Also remove its engines if the partition was never complete."""
+        """Remove the blocks of a partition that is read again. If the partition was never complete, also remove its engines."""
         if (state := self.subscriber.states.get(partition)) is None:
             return
         self._forget_streams(state.streams)
@@ -334,13 +334,13 @@ class IndexBuild:
             {partition: progress[partition].position for partition in self.complete},
         )
 
-    async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
+    async def capture_snapshot(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
         """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
 
         Raises `SnapshotError`, and `TimeoutError` after `SNAPSHOT_SECONDS`.
         """
         subscriber = self.subscriber
-        # The follower's thread writes it, so that the degraded reasons and the index are from the same moment.
+        # The follower's thread writes the snapshot, so that the degraded reasons and the index are from the same moment.
         pending = self._submit(
             lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
         )
@@ -363,7 +363,7 @@ CHECKS_PER_INTERVAL: Final = 50
 MAX_CHECK_SECONDS: Final = 0.5
 """Maximum number of seconds between two checks for due snapshots."""
 MISSED_TURN_SECONDS: Final = 2.0
-"""If others lack pages, a replica writes a snapshot this many seconds later for each replica before it in the order."""
+"""If other replicas lack pages, a replica delays its snapshot by this many seconds for each replica before it in the order."""
 
 
 class Snapshotter:
@@ -426,7 +426,7 @@ class Snapshotter:
                     raise PlaneError(self._consistency.write_fault, fault="denied")
                 stream_id = build.stream_ids[partition]
                 with temporary_file() as path:
-                    taken, blocks = await build.take(partition, path)
+                    taken, blocks = await build.capture_snapshot(partition, path)
                     build.record(await snapshots.save(taken, path, blocks, self._name, stream_id))
         except (KVEventsError, OSError, TimeoutError) as error:
             self._set_fault(partition, error)
@@ -456,7 +456,7 @@ class Snapshotter:
 
 
 def count_earlier_replicas(name: str, others: Collection[str], partition: int) -> int:
-    """Return how many replicas in `others` precede the replica `name` in the order for a partition's snapshots."""
+    """Return the number of replicas in `others` that write a partition's snapshots before the replica `name`."""
 
     def weight(replica: str) -> bytes:
         return sha256(f"{partition} {replica}".encode()).digest()

@@ -214,7 +214,7 @@ class Replica:
             log.warning("%s", fault)
         await asyncio.wrap_future(build.follower.submit(self._fleet.refresh))
 
-    # --- while a build is valid
+    # --- maintenance of a valid build
 
     async def _maintain_build(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
         """Keep the registrations and digests of a build up to date until the index must be rebuilt."""
@@ -235,7 +235,7 @@ class Replica:
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
 
 
-# --- metrics, of which the only label is `partition`
+# --- metrics: their only label is `partition`
 
 _REPLICA_METRICS: Final[MetricTable[Replica]] = {
     "synced": ("1 while all partitions of the log were read to their ends.", lambda r: r.is_complete),
