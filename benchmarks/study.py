@@ -216,7 +216,7 @@ def _ladder_row(router: str, stages: list[Stage]) -> list[str]:
     if router in PUBLISHED:
         name, output, mean, p90 = PUBLISHED[router]
         published_cells = [name, f"{output:,.0f}", _seconds(mean), _seconds(p90)]
-    ttft = Distribution.of([value for stage in stages for value in stage.ttft])
+    ttft = Distribution.from_values([value for stage in stages for value in stage.ttft])
     assert ttft is not None, "some requests were answered"
     output = sum(stage.output_rate for stage in stages) / len(stages)
     hit_rate = sum(stage.cached_tokens for stage in stages) / sum(stage.prompt_tokens for stage in stages)

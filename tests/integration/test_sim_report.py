@@ -134,8 +134,8 @@ def test_the_summary_ends_with_refusals_and_comparisons(changes: dict[str, Any],
 
 def test_an_interval_is_students() -> None:
     """Of 1, 2, 3, 4 and 5 the mean is 3 and the standard error is 0.707; 2.78 of these are 95 %."""
-    assert Interval.of([1, 2, 3, 4, 5]) == pytest.approx((3, 3 - 1.966, 3 + 1.966), abs=0.001)
-    assert Interval.of([7.0]) == (7.0, 7.0, 7.0)
+    assert Interval.from_values([1, 2, 3, 4, 5]) == pytest.approx((3, 3 - 1.966, 3 + 1.966), abs=0.001)
+    assert Interval.from_values([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_durations_have_a_suitable_unit() -> None:

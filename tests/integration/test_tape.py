@@ -632,7 +632,7 @@ def test_gaps_are_the_recorded_times_between_batches() -> None:
     gaps = []
     for _ in range(6):
         gaps.append(playlist.next_gap())
-        playlist.take()
+        playlist.next_batch()
     assert gaps == [0.0, 2.5, 0.0, 0.0, 0.0, 0.0]
 
 

@@ -25,7 +25,7 @@ SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=
 
 def request(prompt: Iterable[int], answer: int = 1, at: float = 0.0, **within: str | None) -> Request:
     """Return a request. Its answer consists of token 9, so that later prompts can contain it."""
-    return Request(at, Text.of(prompt), Text.of([9] * answer), **within)
+    return Request(at, Text.from_tokens(prompt), Text.from_tokens([9] * answer), **within)
 
 
 def conversations(

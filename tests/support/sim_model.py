@@ -29,7 +29,7 @@ class PlainPool:
         """Return the oldest block with these contents."""
         return next((block for block, held in self.contents.items() if held == what), None)
 
-    def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
+    def allocate(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
         taken, self.queue = self.queue[:count], self.queue[count:]
         gone = [self.contents.pop(block) for block in taken if block in self.contents]
         self.uses.update(taken)
@@ -81,7 +81,7 @@ class PlainCache:
         return -(-tokens // self.block_size)
 
     def _grow(self, hashes: Sequence[int], table: list[int], computed: int, tokens: int) -> list[int]:
-        taken, gone = self.pool.take(self.blocks(computed + tokens) - len(table))
+        taken, gone = self.pool.allocate(self.blocks(computed + tokens) - len(table))
         table = [*table, *taken]
         self.events += [("removed", name) for _, name in gone]
         start, end = computed // self.block_size, (computed + tokens) // self.block_size

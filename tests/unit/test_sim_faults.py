@@ -117,8 +117,8 @@ class InjectedFaults:
             proxies={worker: (self._proxy("live", worker), self._proxy("replay", worker)) for worker in workers}
         )
 
-    def after(self, seconds: float, action: Callable[[], object]) -> None:
-        self.timeline.after(seconds * self.pace, action)
+    def schedule_after(self, seconds: float, action: Callable[[], object]) -> None:
+        self.timeline.schedule_after(seconds * self.pace, action)
 
     def play(self, text: str, seconds: float, seed: int = 0) -> list[tuple[float, str, Worker, Any]]:
         """Inject these faults for `seconds` of real time and return the log."""

@@ -270,8 +270,8 @@ def test_the_next_incarnation_announces_other_hashes_and_the_index_drops_the_old
 def test_requests_while_no_engine_is_up_wait_for_the_first_that_is_up_again() -> None:
     fleet = fleet_of(fleet_settings(engines=2), "round-robin")
     fleet.feed([request([number] * 8, at=at) for number, at in enumerate((1.5, 1.6))])
-    fleet.timeline.at(1.0, lambda: fleet.restart(("engine-0", 0), down=1.0))
-    fleet.timeline.at(1.4, lambda: fleet.restart(("engine-1", 0), down=9.0))
+    fleet.timeline.schedule_at(1.0, lambda: fleet.restart(("engine-0", 0), down=1.0))
+    fleet.timeline.schedule_at(1.4, lambda: fleet.restart(("engine-1", 0), down=9.0))
     for _ in play(fleet):
         pass
     result = check_end(fleet, 2)
@@ -285,7 +285,7 @@ def test_a_retried_answer_reports_its_first_token_once() -> None:
     """The time to the first token is that of the first attempt; the latency is up to the end of the second one."""
     fleet = fleet_of(fleet_settings(engines=1), "random")
     fleet.feed([request(range(8), 30)])
-    fleet.timeline.at(0.2, lambda: fleet.restart(("engine-0", 0), down=1.0))
+    fleet.timeline.schedule_at(0.2, lambda: fleet.restart(("engine-0", 0), down=1.0))
     for _ in play(fleet):
         pass
     result = check_end(fleet, 1)
@@ -301,7 +301,7 @@ def test_a_step_interrupted_by_a_restart_does_not_end_a_step_of_the_next_incarna
     whole = simulate(fleet_settings(engines=1), "random", [request(range(8))]).seconds
     fleet = fleet_of(fleet_settings(engines=1), "random")
     fleet.feed([request(range(8))])
-    fleet.timeline.at(0.9 * whole, lambda: fleet.restart(("engine-0", 0)))
+    fleet.timeline.schedule_at(0.9 * whole, lambda: fleet.restart(("engine-0", 0)))
     for _ in play(fleet):
         pass
     assert check_end(fleet, 1).seconds == pytest.approx(1.9 * whole)

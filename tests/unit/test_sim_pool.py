@@ -27,9 +27,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plain.queue)
     @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
+    def allocate(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, len(self.plain.queue)))
-        assert self.real.take(count) == self.plain.take(count)
+        assert self.real.allocate(count) == self.plain.allocate(count)
 
     @precondition(lambda self: bool(set(self.used_blocks()) - set(self.plain.contents)))
     @rule(data=st.data(), group=st.sampled_from([0, 1]))
@@ -91,12 +91,12 @@ def test_the_queue_has_each_free_block_once_however_often_it_is_used_again() -> 
         pool.touch(blocks[:2])
         pool.give_back(blocks[:2])
         assert list_free_blocks(pool) == [blocks[2], *blocks[:2]]
-    assert pool.take(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
+    assert pool.allocate(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
 
 
 def used_blocks(pool: Pool, table: BlockTable, names: list[int]) -> list[int]:
     """Return new blocks of a sequence, which hold the given contents."""
-    blocks, _ = pool.take(len(names))
+    blocks, _ = pool.allocate(len(names))
     pool.set_contents(table, blocks, names)
     return blocks
 
@@ -106,7 +106,7 @@ def test_the_least_recently_used_sequence_is_evicted_first_from_its_tail() -> No
     first, second = used_blocks(pool, table, [11, 12]), used_blocks(pool, table, [21, 22])
     pool.give_back(reversed(first))
     pool.give_back(reversed(second))
-    assert pool.take(4)[1] == [(0, 12), (0, 11), (0, 22), (0, 21)]
+    assert pool.allocate(4)[1] == [(0, 12), (0, 11), (0, 22), (0, 21)]
 
 
 def test_a_block_that_is_used_again_is_evicted_last() -> None:
@@ -115,7 +115,7 @@ def test_a_block_that_is_used_again_is_evicted_last() -> None:
     pool.give_back(blocks)
     pool.touch(blocks[:1])
     pool.give_back(blocks[:1])
-    assert pool.take(3)[1] == [(0, 2), (0, 3), (0, 1)]
+    assert pool.allocate(3)[1] == [(0, 2), (0, 3), (0, 1)]
 
 
 def test_blocks_without_contents_are_reused_before_all_others() -> None:
@@ -123,10 +123,10 @@ def test_blocks_without_contents_are_reused_before_all_others() -> None:
     whole = used_blocks(pool, table, [1, 2])
     pool.give_back(whole)
     pool.touch(whole)
-    halves, _ = pool.take(2)
+    halves, _ = pool.allocate(2)
     pool.give_back(whole)
     pool.give_back(halves)
-    assert pool.take(4) == ([*halves, *whole], [(0, 1), (0, 2)])
+    assert pool.allocate(4) == ([*halves, *whole], [(0, 1), (0, 2)])
 
 
 def test_the_older_of_two_blocks_with_one_hash_is_found_and_each_is_evicted_separately() -> None:
@@ -135,12 +135,12 @@ def test_the_older_of_two_blocks_with_one_hash_is_found_and_each_is_evicted_sepa
     older, younger = used_blocks(pool, table, [7]), used_blocks(pool, table, [7])
     assert [table.block_by_hash[7]] == older
     pool.give_back(older)
-    assert pool.take(1) == (older, [(0, 7)])
+    assert pool.allocate(1) == (older, [(0, 7)])
     assert [table.block_by_hash[7]] == younger
     pool.set_contents(table, older, [7])
     assert [table.block_by_hash[7]] == younger
     pool.give_back(younger)
-    assert pool.take(1) == (younger, [(0, 7)])
+    assert pool.allocate(1) == (younger, [(0, 7)])
     assert [table.block_by_hash[7]] == older
     assert not table.duplicates
 
@@ -148,7 +148,7 @@ def test_the_older_of_two_blocks_with_one_hash_is_found_and_each_is_evicted_sepa
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_block_is_free_when_its_last_user_gives_it_back(uses: int) -> None:
     pool = Pool(1)
-    blocks, _ = pool.take(1)
+    blocks, _ = pool.allocate(1)
     for _ in range(uses - 1):
         pool.touch(blocks)
     for left in range(uses - 1, -1, -1):

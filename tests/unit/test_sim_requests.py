@@ -50,16 +50,16 @@ def test_a_text_is_the_concatenation_of_its_pieces(pieces: list[tuple[int, int] 
 
 
 def test_texts_are_equal_if_their_pieces_are() -> None:
-    assert Text.of([1, 2]) == Text([array("I", [1, 2])]) != Text.of([1, 3])
+    assert Text.from_tokens([1, 2]) == Text([array("I", [1, 2])]) != Text.from_tokens([1, 3])
     assert Text([(1, 2)]) == Text([Drawn(1, 2)]) != Text([(1, 3)])
-    assert Text.of([1]) != [1]
+    assert Text.from_tokens([1]) != [1]
     assert repr(Text([(1, 20), (2, 5)])) == "<Text 25 tokens in 2 pieces>"
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_token_ids_have_32_bits(token: int) -> None:
     with pytest.raises(OverflowError):
-        Text.of([token])
+        Text.from_tokens([token])
 
 
 def make_request(*pieces: tuple[int, int], answer: int = 0, salt: str | None = None) -> Request:

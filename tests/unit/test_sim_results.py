@@ -17,12 +17,12 @@ from sim_cases import request
 
 
 def test_without_values_there_is_no_distribution() -> None:
-    assert Distribution.of([]) is None
+    assert Distribution.from_values([]) is None
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300))
 def test_a_percentile_is_the_least_value_with_that_share_of_values_at_or_below_it(values: list[int]) -> None:
-    found = Distribution.of(values)
+    found = Distribution.from_values(values)
     assert found is not None
     for share, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
         reaching = [
@@ -37,7 +37,7 @@ def test_a_percentile_is_the_least_value_with_that_share_of_values_at_or_below_i
     ("count", "expected"), [(1, (1, 1, 1, 1)), (2, (1, 2, 2, 2)), (100, (50, 90, 99, 100)), (200, (100, 180, 198, 200))]
 )
 def test_percentiles_of_the_first_numbers(count: int, expected: tuple[int, ...]) -> None:
-    found = Distribution.of(range(1, count + 1))
+    found = Distribution.from_values(range(1, count + 1))
     assert found is not None
     assert (found.p50, found.p90, found.p99, found.max) == expected
 

@@ -15,7 +15,7 @@ def test_actions_run_in_the_order_of_their_times_and_equal_times_in_the_order_of
     timeline = Timeline()
     done: list[tuple[float, int]] = []
     for number, time in enumerate(times):
-        timeline.at(time, lambda number=number: done.append((timeline.now, number)))  # type: ignore[misc]
+        timeline.schedule_at(time, lambda number=number: done.append((timeline.now, number)))  # type: ignore[misc]
     while timeline.next is not None:
         timeline.step()
     assert done == sorted((time, number) for number, time in enumerate(times))
@@ -26,9 +26,9 @@ def test_time_never_goes_back() -> None:
     timeline = Timeline()
     done: list[tuple[str, float]] = []
     record = lambda name: done.append((name, timeline.now))  # noqa: E731 - shorter than a named function
-    timeline.at(2.0, lambda: timeline.at(1.0, partial(record, "late")))
-    timeline.at(2.0, partial(record, "planned"))
-    timeline.at(3.0, partial(record, "after"))
+    timeline.schedule_at(2.0, lambda: timeline.schedule_at(1.0, partial(record, "late")))
+    timeline.schedule_at(2.0, partial(record, "planned"))
+    timeline.schedule_at(3.0, partial(record, "after"))
     while timeline.next is not None:
         timeline.step()
     assert done == [("planned", 2.0), ("late", 2.0), ("after", 3.0)]
@@ -36,13 +36,13 @@ def test_time_never_goes_back() -> None:
 
 def test_after_counts_from_now() -> None:
     timeline = Timeline()
-    timeline.at(5.0, lambda: timeline.after(1.5, lambda: None))
+    timeline.schedule_at(5.0, lambda: timeline.schedule_after(1.5, lambda: None))
     timeline.step()
     assert (timeline.now, timeline.next) == (5.0, 6.5)
 
 
 def test_there_is_no_next_time_after_the_last_action() -> None:
     timeline = Timeline()
-    timeline.at(5.0, lambda: None)
+    timeline.schedule_at(5.0, lambda: None)
     timeline.step()
     assert timeline.next is None

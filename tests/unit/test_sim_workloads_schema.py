@@ -16,7 +16,7 @@ def read(line: str, number: int = 1) -> Request:
 def test_a_line_with_only_the_required_keys_is_read() -> None:
     """It has token ids and the length of an answer, whose text no other request has."""
     request = read('{"at": 1.5, "tokens": [5, 4294967295], "output_tokens": 120}', 7)
-    assert request == Request(1.5, Text.of([5, 2**32 - 1]), Text([Drawn(FIRST_ANSWER + 7, 120)]))
+    assert request == Request(1.5, Text.from_tokens([5, 2**32 - 1]), Text([Drawn(FIRST_ANSWER + 7, 120)]))
 
 
 def test_a_line_with_all_keys_is_read() -> None:
@@ -24,7 +24,9 @@ def test_a_line_with_all_keys_is_read() -> None:
         '{"at": 0, "prompt": [[18446744073709551615, 600], {"tokens": [1, 2]}], "output": [[9, 30]],'
         ' "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}'
     )
-    assert request == Request(0.0, Text([(2**64 - 1, 600)]) + Text.of([1, 2]), Text([(9, 30)]), "u7", "adapter-a", "tenant-1")
+    assert request == Request(
+        0.0, Text([(2**64 - 1, 600)]) + Text.from_tokens([1, 2]), Text([(9, 30)]), "u7", "adapter-a", "tenant-1"
+    )
     assert plain_request(msgspec.json.encode(plain_row(request)), 1) == request
 
 

@@ -21,7 +21,7 @@ def test_requests_are_paced(pauses: list[float]) -> None:
     pacer, now, sent = RequestPacer(LIMITS), 0.0, list[float]()
     for pause in pauses:
         now += pause
-        if pacer.take(now):
+        if pacer.try_request(now):
             sent.append(now)
             assert not pacer.is_waiting
         else:
@@ -37,10 +37,10 @@ def test_a_reset_pacer_allows_a_burst(count: int) -> None:
     """Requests that led to a live batch do not count."""
     pacer = RequestPacer(LIMITS)
     for _ in range(count):
-        pacer.take(100.0)
+        pacer.try_request(100.0)
     pacer.reset()
-    assert all(pacer.take(100.0) for _ in range(LIMITS.max_request_burst))
-    assert not pacer.take(100.0)
+    assert all(pacer.try_request(100.0) for _ in range(LIMITS.max_request_burst))
+    assert not pacer.try_request(100.0)
 
 
 @given(st.lists(st.sampled_from(("silent", "incomplete", "progress")), min_size=20, max_size=60), st.sampled_from(Purpose))

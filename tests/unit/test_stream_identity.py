@@ -114,7 +114,7 @@ def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: in
     following = next((each for each in old if each.seq > seq), None)
     result = quarantine.old_fingerprint_after(seq)
     assert (None if result is None else result.seq) == (None if following is None else following.seq)
-    assert quarantine.take_current() == (len(old), new)
+    assert quarantine.remove_and_split_frames() == (len(old), new)
     assert len(quarantine) == 0
 
 
@@ -125,9 +125,9 @@ def test_quarantine_is_bounded_in_bytes() -> None:
     frames = [Live(b"", seq, bytes(size)) for seq in range(5)]
     assert [quarantine.add(frame) for frame in frames] == [True, True, True, False, False]
     assert quarantine.add(Live(b"", 9, b"")), "it has room for another frame without bytes"
-    assert quarantine.take() == [*frames[:3], Live(b"", 9, b"")]
+    assert quarantine.remove_frames() == [*frames[:3], Live(b"", 9, b"")]
     assert quarantine.add(frames[3])
     quarantine.reconnect()
-    assert quarantine.take_current() == (1, [])
+    assert quarantine.remove_and_split_frames() == (1, [])
     assert quarantine.add(Live(b"", 10, bytes(LIMITS.max_pending_bytes)))
     assert not quarantine.add(Live(b"", 11, b"x"))

@@ -53,7 +53,7 @@ class AuditCounts(msgspec.Struct):
     """Counters of an audit, which are copied into a `PolicyResult`."""
 
     checked: int = 0
-    """Number of lookups that were compared after all earlier batches had been delivered."""
+    """Number of lookups that were compared after the delivery of all earlier batches."""
     disagreements: int = 0
     """Number of compared lookups for which index and engine found different numbers of tokens."""
     unproven: int = 0
@@ -117,7 +117,7 @@ class Audit:
         stream = self._streams[worker]
         return stream.incarnation, stream.next_seq
 
-    def settle(self, worker: Worker) -> None:
+    def compare_due(self, worker: Worker) -> None:
         """Compare the lookups whose position is before the next batch."""
         stream = self._streams[worker]
         self._compare_until(worker, stream, LookupPosition(stream.incarnation, stream.next_seq, 0))
@@ -125,7 +125,7 @@ class Audit:
     def finish(self) -> None:
         """Compare all lookups that can be compared, and count all other lookups as `unproven`."""
         for worker, stream in self._streams.items():
-            self.settle(worker)
+            self.compare_due(worker)
             self.counts.unproven += len(stream.pending)
             stream.pending.clear()
 
@@ -134,7 +134,7 @@ class Audit:
     def _process_batch(self, worker: Worker, stream: _AuditedStream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next_seq):
             self._skip_to(worker, stream, LookupPosition(incarnation, batch.seq, 0))
-        self.settle(worker)
+        self.compare_due(worker)
         # `list` makes a copy, because another thread can call `expect` at the same time.
         positions = [lookup.position for lookup in list(stream.pending)]
         splits = sorted({position.event_index for position in positions if position[:2] == (incarnation, batch.seq)})
@@ -149,17 +149,18 @@ class Audit:
         else:
             applied = self._apply_batch(stream, batch)
         stream.next_seq = batch.seq + 1
-        self.settle(worker)
+        self.compare_due(worker)
         return applied
 
     def _skip_to(self, worker: Worker, stream: _AuditedStream, position: LookupPosition) -> None:
         """Continue the stream at `position`. Lookups between the old position and `position` cannot be compared."""
-        self.settle(worker)
+        self.compare_due(worker)
         if position > LookupPosition(stream.incarnation, stream.next_seq, 0):
             while stream.pending and stream.pending[0].position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        # Another thread may call `position` between these assignments. It must not get the old number with the new incarnation.
+        # Another thread may call `position` between these assignments. The lookup must not get the old number together with the
+        # new incarnation.
         stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
     def _apply_batch(self, stream: _AuditedStream, batch: Batch | RawBatch) -> ApplyResult:
@@ -170,7 +171,7 @@ class Audit:
     # --- lookups
 
     def _compare_until(self, worker: Worker, stream: _AuditedStream, position: LookupPosition) -> None:
-        """Compare the lookups up to `position`, which is the position that the index has reached."""
+        """Compare the lookups up to `position`, the current position of the index."""
         counts = self.counts
         while stream.pending and stream.pending[0].position <= position:
             lookup = stream.pending.popleft()

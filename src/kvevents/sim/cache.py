@@ -114,7 +114,7 @@ class PrefixCache:
     # --- sequences
 
     def find(self, sequence: Sequence) -> CachedPrefix:
-        """Return the cached prefix of `sequence`, which must not hold blocks. This changes nothing."""
+        """Return the cached prefix of `sequence`, which must not hold blocks. The cache does not change."""
         hashes = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
         size, whole, host = self.size.block_size, self._full.block_by_hash, self._host
         blocks, loaded = [], 0
@@ -208,13 +208,13 @@ class PrefixCache:
                 self._put_blocks(sequence, group, start, table[start:whole])
 
     def _take_blocks(self, count: int) -> list[int]:
-        blocks, gone = self.pool.take(count)
+        blocks, gone = self.pool.allocate(count)
         counts, groups = self._event_style.counts_copies, self._groups
         self._changes.extend(change for change in gone if counts or change[1] not in groups[change[0]].table.block_by_hash)
         return blocks
 
     def _put_blocks(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
-        """Record that these blocks hold the contents of the sequence from block `start` on."""
+        """Record that the blocks hold the contents of a sequence, beginning with the sequence's block `start`."""
         hashes = sequence.hashes[start : start + len(blocks)]
         blocks = group.retained_blocks(sequence, start, blocks)
         self.pool.set_contents(group.table, blocks, hashes)
@@ -319,7 +319,8 @@ class _FilledBlocks:
 
 
 Change: TypeAlias = "_FilledBlocks | tuple[int, int] | KVEvent"
-"""A change of which `take_events` makes an event, or an event. A tuple is an evicted block of the GPU: group index and hash."""
+"""A change from which `take_events` makes an event, or an event. A tuple is an evicted block of the GPU: group index and
+hash."""
 
 
 class HostMemory:

@@ -128,7 +128,7 @@ class AuditingFollower:
         self.statuses = subscriber.statuses()
         self.trust = {(status.source, status.rank): status.trust.name for status in self.statuses}
         for worker in self.trust:
-            self.audit.settle(worker)
+            self.audit.compare_due(worker)
         self._checked.set()
 
 
@@ -196,9 +196,9 @@ class LiveFleet:
         """Endpoints of the workers."""
         return list(self.sockets.addresses.values())
 
-    def after(self, seconds: float, action: Callable[[], object]) -> None:
+    def schedule_after(self, seconds: float, action: Callable[[], object]) -> None:
         """Run an action after `seconds` seconds of real time; of simulated time if the fleet runs in steps."""
-        self._timeline.after(seconds * self.scale, action)
+        self._timeline.schedule_after(seconds * self.scale, action)
 
     def stop(self) -> None:
         """Make `run` return after the current step. Any thread or signal handler can call this."""
@@ -227,7 +227,7 @@ class LiveFleet:
             self.behind = max(self.behind, -wait)
             self._timeline.step()
         if self.pace is not None:
-            self._settle()
+            self._await_batches()
         elif not self._stop.is_set():
             self.catch_up()
         self.follower.close()
@@ -277,8 +277,8 @@ class LiveFleet:
     def _wait_for_subscriber(self) -> None:
         """Wait until the subscriber follows all streams.
 
-        Batches that are published before a connection is up, or before history is replayed, would arrive by replay. This would
-        distort the beginning of a run.
+        Batches that are published before a connection is up, or before history is replayed, would arrive by replay. Batches
+        that arrive by replay would distort the beginning of a run.
         """
         until = time.monotonic() + self.timers.connect
         while time.monotonic() < until:
@@ -287,7 +287,7 @@ class LiveFleet:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _settle(self) -> None:
+    def _await_batches(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
         The subscriber might not have noticed that a fault cut a connection. So each engine behind proxies first publishes an
@@ -366,7 +366,7 @@ class FaultKind:
 
     @property
     def share(self) -> bool:
-        """Whether the fault's amount is a share (`1%`) instead of a duration (`60s`)."""
+        """Whether the fault's amount is a share (`1%`) and not a duration (`60s`)."""
         return self.example.endswith("%")
 
 
@@ -416,9 +416,9 @@ def _plan(
     def act() -> None:
         if not fleet.fleet.done:
             fleet.injected[fault.kind] += inject(fleet, next(workers))
-            fleet.after(fault.amount, act)
+            fleet.schedule_after(fault.amount, act)
 
-    fleet.after(fault.amount, act)
+    fleet.schedule_after(fault.amount, act)
 
 
 def _shuffle_forever(workers: list[Worker], random: Random) -> Iterator[Worker]:
@@ -463,7 +463,7 @@ def _stall(fleet: LiveFleet, worker: Worker) -> bool:
         for proxy in fleet.sockets.proxies[worker]:
             proxy.resume()
 
-    fleet.after(fleet.timers.stall, resume)
+    fleet.schedule_after(fleet.timers.stall, resume)
     return True
 
 

@@ -52,7 +52,7 @@ class Pool:
         self._hashes: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
-        """Free blocks, in the order in which `take` will return them."""
+        """Free blocks, in the order in which `allocate` will return them."""
 
     @property
     def free_blocks(self) -> int:
@@ -65,7 +65,7 @@ class Pool:
         return sum(not uses[block] for block in blocks if block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Record that one more sequence uses these blocks. Each block must be in use or have contents."""
+        """Record that a further sequence uses the blocks. Each block must be in use or have contents."""
         uses, queue = self.uses, self._queue
         for block in blocks:
             if block:
@@ -73,8 +73,8 @@ class Pool:
                     del queue[block]
                 uses[block] += 1
 
-    def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Take `count` blocks from the front of the free queue. Return the blocks, and their evicted contents (group, hash)."""
+    def allocate(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Remove `count` blocks from the front of the free queue. Return them and their evicted contents (group, hash)."""
         uses, tables, hashes = self.uses, self._tables, self._hashes
         taken = [self._queue.popitem(last=False)[0] for _ in range(count)]
         gone = []
@@ -98,7 +98,7 @@ class Pool:
                     table.duplicates.setdefault(block_hash, []).append(block)
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Record that one sequence no longer uses these blocks. They are evicted in the order of `blocks`."""
+        """Record that a sequence no longer uses the blocks. They are evicted in the order of `blocks`."""
         uses, tables = self.uses, self._tables
         full, empty = list[int](), list[int]()
         for block in blocks:

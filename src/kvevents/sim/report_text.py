@@ -30,7 +30,7 @@ class Interval(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def from_values(cls, values: Sequence[float]) -> Interval:
         """Return the mean of `values`, which must not be empty, and the confidence interval of the mean."""
         count, mean = len(values), sum(values) / len(values)
         if count == 1:
@@ -61,7 +61,7 @@ def runs_by_policy(results: Sequence[PolicyResult]) -> dict[str, list[PolicyResu
 
 def mean_hit_rate(runs: Sequence[PolicyResult]) -> float:
     """Return the mean hit rate over the seeds."""
-    return Interval.of([run.hit_rate for run in runs]).mean
+    return Interval.from_values([run.hit_rate for run in runs]).mean
 
 
 def p90_of(run: PolicyResult) -> float:
@@ -72,7 +72,7 @@ def p90_of(run: PolicyResult) -> float:
 
 def p90_ratio(rival: Sequence[PolicyResult], subject: Sequence[PolicyResult]) -> Interval:
     """Return the geometric mean over the seeds of `rival`'s TTFT p90 divided by `subject`'s TTFT p90, with its interval."""
-    logs = Interval.of([math.log(p90_of(one) / p90_of(other)) for one, other in zip(rival, subject, strict=True)])
+    logs = Interval.from_values([math.log(p90_of(one) / p90_of(other)) for one, other in zip(rival, subject, strict=True)])
     return Interval(*map(math.exp, logs))
 
 
@@ -111,7 +111,7 @@ def judge(runs: Runs) -> Judgement | None:
         return None
     ratios = {name: p90_ratio(runs[name], runs[subject]) for name in rivals}
     rival = next((name for name in rivals if ratios[name].mean < MIN_RATIO), min(rivals, key=lambda name: ratios[name].mean))
-    more = Interval.of([one.hit_rate - other.hit_rate for one, other in zip(runs[subject], runs[rival], strict=True)])
+    more = Interval.from_values([one.hit_rate - other.hit_rate for one, other in zip(runs[subject], runs[rival], strict=True)])
     finding = "pay" if more.mean >= MIN_HIT_GAIN and more.low > 0 else "balance"
     finding = "nothing" if ratios[rival].mean < MIN_RATIO else "undecided" if ratios[rival].low <= 1 else finding
     return Judgement(finding, subject, rival, ratios[rival])
@@ -139,7 +139,7 @@ def _judgement_text(runs: Runs) -> str:
 
 
 def _best_text(runs: Runs) -> str:
-    p90s = {name: Interval.of([p90_of(run) for run in of_policy]).mean for name, of_policy in runs.items()}
+    p90s = {name: Interval.from_values([p90_of(run) for run in of_policy]).mean for name, of_policy in runs.items()}
     best = min(p90s, key=p90s.__getitem__, default=None)
     if best is None:
         return ""
@@ -219,7 +219,7 @@ class ReportColumn:
     value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
     best_end: Literal["least", "most"] | None = None
-    """Which value is the best. None for a count: the table then has the sum over the seeds instead of the mean."""
+    """Which value is the best. None for a count, for which the table shows the sum over the seeds instead of the mean."""
 
 
 def _ttft_reader(read: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:

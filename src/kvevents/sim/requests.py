@@ -59,7 +59,8 @@ _SOURCE_BITS: Final = 20
 _SPREAD_FACTOR: Final = 0x9E3779B97F4A7C15
 """An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
 _NAME_TOKENS: Final = 4
-"""Number of leading tokens of a piece that encode the piece's number, 16 bits each. So pieces with different numbers differ."""
+"""Number of leading tokens of a piece that encode the piece's number, 16 bits each. So pieces with different numbers have
+different tokens."""
 
 
 class Drawn(NamedTuple):
@@ -86,7 +87,7 @@ class Text:
         self._length = sum(_tokens_of(piece) for piece in self.pieces)
 
     @classmethod
-    def of(cls, tokens: Iterable[int]) -> Self:
+    def from_tokens(cls, tokens: Iterable[int]) -> Self:
         """Return a text of unsigned 32-bit token ids. Raises `OverflowError` or `TypeError` for other values."""
         return cls((array("I", tokens),))
 
@@ -138,7 +139,8 @@ class Request:
     """Arrival time in seconds from the beginning of the run."""
     prompt: Text
     output: Text
-    """The answer, at least one token. A later prompt that repeats this prompt and answer finds both in the cache."""
+    """The answer, at least one token. A later prompt that repeats this prompt and its answer finds the blocks of both in the
+    cache."""
     session: str | None = None
     """Id of a conversation or user, for policies with session affinity. A real router reads it from a header or cookie."""
     lora: str | None = None
@@ -152,7 +154,7 @@ class Request:
 def shared_prefix(requests: Iterable[Request]) -> float:
     """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of the whole fleet would find.
 
-    At the arrival of a prompt, that cache contains all earlier prompts and answers.
+    When a prompt arrives, the unlimited cache contains all earlier prompts and answers.
     """
     paths: set[object] = set()
     held = total = 0

@@ -23,7 +23,7 @@ class Distribution(Struct, frozen=True):
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution | None:
+    def from_values(cls, values: Sequence[float]) -> Distribution | None:
         """Return the distribution of `values`, or None if `values` is empty."""
         if not values:
             return None

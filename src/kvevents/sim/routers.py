@@ -1,9 +1,9 @@
 """The routers of a simulated fleet, and the policies that a fleet can have.
 
-A fleet can have the policies of `kvevents.routing`, and two policies that estimate caches without events. With these, a router
-expects a prompt in the cache of the worker to which it sent the prompt. `approximate-tree` chooses by the rule of gateways,
-`prefix-estimated` by the score of `prefix-aware`. Like the trees of gateways, the index of such a router is large: it stores a
-million blocks of decisions for a day. The router does not notice evictions or restarts.
+A fleet can have the policies of `kvevents.routing`, and two policies that estimate caches without events. With either of these
+two policies, a router expects a prompt in the cache of the worker to which it sent the prompt. `approximate-tree` chooses by
+the rule of gateways, `prefix-estimated` by the score of `prefix-aware`. Like the trees of gateways, the index of such a router
+is large: it stores a million blocks of decisions for a day. The router does not notice evictions or restarts.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     ranks: Positive = 1
     """Data-parallel ranks of each engine, each with a cache, a scheduler and a stream of its own."""
     routers: Positive = 1
-    """Number of routers between which requests are distributed at random. Each knows its own decisions and its own requests
-    in flight; events reach all of them."""
+    """Number of routers between which requests are distributed at random. Each router knows only its own decisions and its own
+    requests in flight; events reach all routers."""
     preset: Name = DEFAULT_PRESET
     """Speed and cache size of the engines: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
     llama-3.1-70b-4xh100, or a JSON file of your own."""
@@ -158,14 +158,14 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
             raise ConfigError(f"{self.trace} is a trace, and {self.workload} generates requests; use one of them")
 
     def generate(self) -> Iterator[Request]:
-        """Return the requests, which are the same at each call. Raises `ConfigError`; iterating raises `WorkloadError`."""
+        """Return the requests. Every call returns the same requests. Raises `ConfigError`; iterating raises `WorkloadError`."""
         limit = self.requests or (sys.maxsize if self.workload == "trace" else DEFAULT_REQUESTS)
         file = {} if self.trace is None else {"path": self.trace}
         requests = workload(self.workload, requests=limit, seed=self.seed, rate=self.rate, **file)
         return requests if self.trace_speed is None else rescaled(requests, self.trace_speed)
 
     def count(self) -> int:
-        """Return the number of requests. This reads and verifies a whole trace. Raises `ConfigError` and `WorkloadError`."""
+        """Return the number of requests. A trace is read and verified completely. Raises `ConfigError` and `WorkloadError`."""
         requests = self.generate()
         if self.workload != "trace":
             return self.requests or DEFAULT_REQUESTS

@@ -40,14 +40,14 @@ class Timeline:
         self._planned: Final[list[tuple[float, int, Callable[[], object]]]] = []
         self._count = 0
 
-    def at(self, time: float, action: Callable[[], object]) -> None:
+    def schedule_at(self, time: float, action: Callable[[], object]) -> None:
         """Plan an action for a time. If the time has passed, the action counts as due now."""
         self._count += 1
         heapq.heappush(self._planned, (max(time, self.now), self._count, action))
 
-    def after(self, seconds: float, action: Callable[[], object]) -> None:
+    def schedule_after(self, seconds: float, action: Callable[[], object]) -> None:
         """Plan an action `seconds` seconds from now."""
-        self.at(self.now + seconds, action)
+        self.schedule_at(self.now + seconds, action)
 
     @property
     def next(self) -> float | None:
@@ -104,7 +104,7 @@ class DelayedDelivery:
         """Do nothing: batches that were published before arrive after the delay."""
 
     def _deliver_later(self, delivery: RawBatch | Reset, incarnation: int) -> None:
-        self._timeline.after(self._delay, partial(self._deliver, delivery, incarnation))
+        self._timeline.schedule_after(self._delay, partial(self._deliver, delivery, incarnation))
 
 
 @dataclass(slots=True)
@@ -195,9 +195,9 @@ class SimulatedFleet:
             prompt_tokens=metrics.prompt_tokens,
             cached_tokens=metrics.cached_tokens,
             hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
-            ttft=Distribution.of(metrics.ttft),
-            latency=Distribution.of(metrics.latency),
-            tpot=Distribution.of(metrics.tpot),
+            ttft=Distribution.from_values(metrics.ttft),
+            latency=Distribution.from_values(metrics.latency),
+            tpot=Distribution.from_values(metrics.tpot),
             output_tokens_per_second=metrics.output_tokens / now if now else 0.0,
             imbalance=max(computed) / mean if mean else 1.0,
             preemptions=sum(worker.preemptions for worker in workers),
@@ -215,7 +215,7 @@ class SimulatedFleet:
         request = next(self._arrivals, None)
         self._has_arrivals = request is not None
         if request is not None:
-            self.timeline.at(request.at, lambda: self._arrive(request))
+            self.timeline.schedule_at(request.at, lambda: self._arrive(request))
 
     def _arrive(self, request: Request) -> None:
         self.settings.check(request)
@@ -248,7 +248,7 @@ class SimulatedFleet:
         worker.is_busy = True
         worker.seconds += seconds
         incarnation = worker.incarnation
-        self.timeline.after(seconds, lambda: self._end_step(worker, incarnation))
+        self.timeline.schedule_after(seconds, lambda: self._end_step(worker, incarnation))
 
     def _end_step(self, worker: SimulatedWorker, incarnation: int) -> None:
         if worker.incarnation != incarnation or not worker.is_up:
@@ -316,7 +316,7 @@ class SimulatedFleet:
     def restart(self, worker: Worker, *, down: float = 0.0) -> None:
         """End an engine at once, and begin its next incarnation after `down` seconds.
 
-        The engine's requests are routed again. If no other worker is up, these requests wait until a worker starts.
+        The engine's requests are routed again. If no worker is up, the requests wait until a worker starts.
         """
         restarted = self.workers[worker]
         if not restarted.is_up:
@@ -327,7 +327,7 @@ class SimulatedFleet:
         for router in self.routers:
             router.remove(worker)
         self.metrics.retried += len(lost)
-        self.timeline.after(down, lambda: self._start(worker))
+        self.timeline.schedule_after(down, lambda: self._start(worker))
         for in_flight in lost:
             self._send(in_flight)
 

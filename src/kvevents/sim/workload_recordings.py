@@ -1,7 +1,8 @@
 """Requests reconstructed from recordings of KV events, as far as the events show them.
 
 Theory of operation. An engine announces the blocks that it computed. A chain of new blocks has a known parent or begins at the
-root, so its ancestors and the chain together are the beginning of a prompt. A later chain is interpreted by its position:
+root, so its ancestors and the chain together are the beginning of a prompt. A chain that follows a known prompt is interpreted
+by its position:
 - one block after the end of a prompt, at most `MAX_ANSWER_GAP_SECONDS` after the prompt's last block, is the prompt's answer;
 - several blocks after the end of a prompt without an answer, within `MAX_CHUNK_GAP_SECONDS`, are the next chunk of the prompt;
 - any other chain belongs to a new prompt: a prompt with the same beginning, or the next turn of a conversation.
@@ -36,7 +37,7 @@ MAX_BLOCKS: Final = 500_000
 """Maximum number of blocks whose tokens are stored, about 500 bytes each. The least recently used block is evicted first."""
 MAX_OPEN_REQUESTS: Final = 10_000
 """Maximum number of open requests, whose answers can continue. Above this number, the oldest request is completed."""
-_FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_FULL_ATTENTION_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
 _BlockKey: TypeAlias = tuple[int, int]
@@ -159,7 +160,7 @@ class RecordedRequests(Iterator[Request]):
 
     def _has_new_tokens(self, generation: _CacheGeneration, event: BlockStored) -> bool:
         """Return whether an event has the tokens of computed blocks. The events of all cache groups except one are ignored."""
-        if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _FULL_KINDS:
+        if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _FULL_ATTENTION_KINDS:
             return False
         if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
             return False
@@ -224,7 +225,7 @@ class RecordedRequests(Iterator[Request]):
     def _begin(self, path: list[_BlockKey]) -> _Draft:
         last = self._blocks[path[-1]]
         prompt = [self._blocks[key].tokens for key in path]
-        request = _Draft(self._now, prompt, self._sessions.of(path, len(path)), (last.lora, last.salt), self._now, path[-1])
+        request = _Draft(self._now, prompt, self._sessions.find(path, len(path)), (last.lora, last.salt), self._now, path[-1])
         self._open.append(request)
         return request
 
@@ -256,7 +257,7 @@ def from_recording(path: StrPath, run: str | None = None, endpoint: str | None =
 
 
 def _tokens_of(event: BlockStored) -> array[int] | None:
-    """Return the token ids of a store (under EAGLE, the first of each pair); None if any is not an unsigned 32-bit integer."""
+    """Return the token ids of a store (under EAGLE, the first of each pair); None if one is not an unsigned 32-bit integer."""
     try:
         return array("I", (int(one[0] if isinstance(one, tuple) else one) for one in event.token_ids))
     except (OverflowError, ValueError):  # ValueError: a token is the digest of a multimodal item

@@ -53,7 +53,7 @@ class Sessions:
         self._begun = 0
         self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
 
-    def of(self, pieces: Sequence[Hashable], whole: int) -> str:
+    def find(self, pieces: Sequence[Hashable], whole: int) -> str:
         """Return the session of a prompt that consists of `pieces`. The first `whole` pieces are complete.
 
         The value of a piece identifies the piece and all pieces before it.
@@ -115,7 +115,7 @@ def mooncake_request(sessions: Sessions, line: bytes, number: int) -> Request:
     if rest:
         drawn.append(Drawn(ids[-1], rest))
     answer = Text((Drawn(FIRST_ANSWER + number, row.output_length),))
-    return Request(row.timestamp / 1000, Text(drawn), answer, sessions.of(ids, pieces))
+    return Request(row.timestamp / 1000, Text(drawn), answer, sessions.find(ids, pieces))
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -159,7 +159,7 @@ PLAIN_DECODER: Final = msgspec.json.Decoder(PlainRow)
 def plain_request(line: bytes, number: int) -> Request:
     """Return the request of line `number`. Raises `ValueError`."""
     row = PLAIN_DECODER.decode(line)
-    prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
+    prompt = Text.from_tokens(row.tokens) if row.tokens is not None else _text(row.prompt or ())
     output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(FIRST_ANSWER + number, row.output_tokens),))
     return Request(row.at, prompt, output, row.session, row.lora, row.salt)
 

@@ -39,7 +39,7 @@ class AnswerReader:
         self._resyncs = 0
         """Number of restarts since the last match, each because replay no longer had a batch that it had sent."""
         self.distrusted_until: float | None = None
-        """The time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
+        """Time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
         self._retries_distrusted = False
         """Whether the replay endpoint is queried again after it was distrusted; the next conflict distrusts it at once."""
         self._source = source
@@ -121,13 +121,13 @@ class AnswerReader:
 
     def request_to_send(self, now: float) -> FetchRequest | None:
         """Return each request once, when it must be sent, and begin its timeout; None if no request must be sent now."""
-        if self.fetch is None or self.fetch.is_sent or not self.pacer.take(now):
+        if self.fetch is None or self.fetch.is_sent or not self.pacer.try_request(now):
             return None
         self._deliverer.counters.requests += 1
         return self.fetch.send(now, self._deliverer.order.next_seq)
 
     def deadline(self) -> float | None:
-        """Return the time at which the open request must be sent or counts as unanswered; None if neither time is set."""
+        """Return the time at which the open request must be sent or counts as unanswered; None if no request is due."""
         if self.fetch is not None and self.fetch.is_sent:
             return self.fetch.deadline(self._limits)
         return self.pacer.next_at if self.pacer.is_waiting else None
@@ -358,8 +358,9 @@ class AnswerReader:
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            # The snapshot also contains the earlier batches that wait. The waiting batches are dropped, because batches between
-            # them are missing: delivering them would make the state wrong, and their heartbeats would show a mismatch.
+            # The snapshot also represents the waiting batches with lower numbers. The waiting batches are dropped, because
+            # batches between them are missing: delivering them would make the state wrong, and their heartbeats would show a
+            # mismatch.
             deliverer.early.drop_up_to(reply.seq)
             deliverer.declare_gap(GapEnd(reply.seq - 1, compacted=True))
         elif fetch.incomplete:
@@ -457,7 +458,7 @@ class AnswerReader:
             self._retry(fetch)
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
-            # An answer of one batch has lost no message, so replay has no newer batch.
+            # An answer that has only one batch has lost no message, so replay has no newer batch.
             self.checks.answers_behind_live += fetch.start == fetch.highest_seq < fetch.live_before
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
                 # Replay repeats an old batch, but no newer live batch, so it serves another stream or another incarnation.

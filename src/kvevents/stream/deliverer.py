@@ -52,7 +52,7 @@ class StreamCounters(Struct):
     conflicts: int = 0
     """Number of requests whose answer contradicts the live stream."""
     overflowed: int = 0
-    """Number of live batches that were dropped because too many batches were waiting; replay brings them later."""
+    """Number of live batches that were dropped because too many batches were waiting. Replay delivers these batches later."""
     discarded: int = 0
     """Number of waiting batches that were dropped because their connection or incarnation ended."""
     heartbeats: int = 0
@@ -363,7 +363,7 @@ class Deliverer:
         self.drain()
 
     def end_snapshot(self) -> None:
-        """Expect no further part of a snapshot, whether or not all parts have arrived."""
+        """Stop waiting for parts of a snapshot, whether or not all parts have arrived."""
         if self.order.parts.is_open:
             self.order.parts.stop()
             self._degrade_if_truncated()

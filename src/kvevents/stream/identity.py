@@ -132,9 +132,9 @@ class FingerprintChain:
 class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
-    One answer comes from one process. So an answer is confirmed if it repeats a live batch of this connection and has no newer
-    batches. If a confirmed answer begins with the newest batch of an earlier answer, both are confirmed. The newest batch of an
-    answer that is not confirmed is *unconfirmed*; later requests begin with it.
+    An answer comes from a single process. So an answer is confirmed if it repeats a live batch of this connection and has no
+    newer batches. If a confirmed answer begins with the newest batch of an earlier answer, the earlier answer is confirmed too.
+    The newest batch of an answer that is not confirmed is *unconfirmed*; later requests begin with it.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class CrossCheck:
         self._earlier_unconfirmed: list[Fingerprint] = []
         """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in ascending order."""
         self.live_before_replay: Fingerprint | None = None
-        """The newest live batch before the first unconfirmed answer; None if that answer began with a live batch."""
+        """The newest live batch before the first unconfirmed answer; None if the open answer began with a live batch."""
         self.last_live: NewestBatch | None = None
         """The newest live batch that has to be compared with replay."""
         self.begin_answer(None)
@@ -178,7 +178,7 @@ class CrossCheck:
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared with replay.
 
-        The open answer is compared with the first recorded batch, a later answer with the newest one.
+        The open answer is compared with the first recorded batch; a later answer is compared with the newest recorded batch.
         """
         self.last_live = live
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
@@ -268,7 +268,7 @@ class Quarantine:
         return True
 
     def reconnect(self) -> None:
-        """Begin a new connection. All frames added before belong to earlier connections."""
+        """Begin a new connection. All frames that were added before this call belong to earlier connections."""
         if self._connection_starts[-1] < len(self._frames):
             self._connection_starts.append(len(self._frames))
 
@@ -288,15 +288,15 @@ class Quarantine:
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
         return Fingerprint.of_batch(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None
 
-    def take(self) -> list[Live]:
-        """Remove and return all frames."""
+    def remove_frames(self) -> list[Live]:
+        """Remove all waiting frames from the quarantine and return them."""
         frames, self._frames = self._frames, []
         self._pending.bytes_used -= self._bytes
         self._bytes = 0
         self._connection_starts = [0]
         return frames
 
-    def take_current(self) -> tuple[int, list[Live]]:
-        """Remove all frames. Return the number of frames from earlier connections, and the frames of the current connection."""
+    def remove_and_split_frames(self) -> tuple[int, list[Live]]:
+        """Remove all frames. Return the number of frames of earlier connections, and the frames of the current connection."""
         count = self._connection_starts[-1]
-        return count, self.take()[count:]
+        return count, self.remove_frames()[count:]

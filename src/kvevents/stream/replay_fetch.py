@@ -19,7 +19,7 @@ class FetchRequest(NamedTuple):
 
     start: int
     needs_new_connection: bool
-    """Whether to send the request on a new connection, so that no answer to an earlier request can arrive there."""
+    """Whether to send the request on a new connection, on which no answer to an earlier request can arrive."""
 
 
 class Purpose(enum.Enum):
@@ -48,7 +48,7 @@ class ReplayFetch(Struct):
     purpose: Purpose
     start: int
     fingerprint: Fingerprint | None
-    """The next fingerprint that the answer must repeat before its batches count as history; None after the last one."""
+    """The next fingerprint that the answer must repeat before its batches count as history; None after the last fingerprint."""
     stage: Stage = Stage.COLLECTING
     needs_new_connection: bool = True
     is_sent: bool = False
@@ -63,7 +63,8 @@ class ReplayFetch(Struct):
     has_more: bool = False
     """Whether the answer had batches after its fingerprints; if so, further messages of the answer may have been lost."""
     live_before: int = -1
-    """Number of the newest live batch at the time of the request, or -1. The same publisher's replay does not end before it."""
+    """Number of the newest live batch at the time of the request, or -1. An answer of the live publisher does not end before
+    this number."""
     highest_seq: int = -1
     """The highest number of a batch in the answer."""
     highest_early_seq: int = -1
@@ -149,8 +150,8 @@ class RequestPacer:
         self.is_waiting = False
         """Whether a request waits for its turn."""
 
-    def take(self, now: float) -> bool:
-        """Return whether a request is allowed now, and use up its interval.
+    def try_request(self, now: float) -> bool:
+        """Return whether a request is allowed now. If it is, count the request.
 
         Unused intervals are saved for later requests, but not more than `max_request_burst`.
         """
@@ -180,7 +181,7 @@ class CheckSchedule:
         self.probes = 0
         """Number of probes since the last live batch."""
         self.probe_at = ALWAYS_DUE
-        """The time of the next probe, unless a live batch arrives earlier."""
+        """Time of the next probe of the tail, unless a live batch arrives earlier."""
 
     def probe(self, now: float) -> None:
         """Schedule the next probe, after a probe or an unanswered request."""

@@ -33,7 +33,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     whole buffer of 10,000 batches needs ten requests, because engines' sockets drop messages when 1,000 are queued."""
     request_interval: Pause = 0.5
     """Seconds between two requests after the burst, regardless of the content of the answers. If an answer reaches a live
-    batch, another burst is allowed. Engines publish and answer on one thread, so requests cost throughput."""
+    batch, a further burst is allowed. Engines publish and answer on one thread, so requests cost throughput."""
     idle_before_probe: Seconds = 1.0
     """Seconds without a live batch after which the tail is checked by replay."""
     max_probe_interval: Seconds = 30.0

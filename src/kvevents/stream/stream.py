@@ -215,7 +215,7 @@ class Stream:
     def close(self) -> None:
         """Drop the waiting batches, so that `pending` no longer counts them."""
         self._deliverer.early.clear()
-        self._quarantine.take()
+        self._quarantine.remove_frames()
 
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
@@ -362,7 +362,8 @@ class Stream:
         self._record_arrival(1, now)
         self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # The method is called again: if the frame has begun another incarnation, it is that incarnation's first live batch.
+        # `_record_first_live` is called again: if the frame has begun another incarnation, the frame is the first live batch of
+        # this incarnation.
         self._record_first_live(live)
 
     def _record_first_live(self, live: Live) -> None:
@@ -443,16 +444,16 @@ class Stream:
             self._apply(Input.LIVE_REGRESSED, live, newest)
 
     def _discard_quarantine(self, live: Live, _newest: int) -> None:
-        self.counters.discarded += len(self._quarantine.take())
+        self.counters.discarded += len(self._quarantine.remove_frames())
         self.counters.overflowed += not self._quarantine.add(live)
 
     def _restart_and_sequence(self, live: Live, newest: int) -> None:
-        self.counters.discarded += len(self._quarantine.take())
+        self.counters.discarded += len(self._quarantine.remove_frames())
         self._restart(f"publisher restarted: number {live.seq} came after {newest}")
         self._sequence(live)
 
     def _release_quarantine(self) -> None:
-        for live in self._quarantine.take():
+        for live in self._quarantine.remove_frames():
             self._sequence(live)
 
     # --- actions of the table: connections, incarnations and requests -----------------------------------------------------
@@ -475,7 +476,7 @@ class Stream:
 
     def _restart(self, reason: str) -> None:
         """Begin another incarnation, with the frames since the reconnect; earlier frames belong to the old incarnation."""
-        old_count, frames = self._quarantine.take_current()
+        old_count, frames = self._quarantine.remove_and_split_frames()
         self.counters.discarded += old_count
         self._deliverer.reset(reason)
         self._answers.begin_incarnation()

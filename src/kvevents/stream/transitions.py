@@ -28,9 +28,9 @@ restored number shows a restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and stores of all live blocks, under the number of the
 last batch that it replaces. So one number can have two payloads in one incarnation if the replayed payload begins with a clear.
-Both payloads are correct; if an earlier batch is missing, only the snapshot is correct. An answer that begins with a snapshot
-ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch.
-Early batches with lower numbers are then dropped, because the snapshot contains them.
+The original batch and the snapshot are both correct; if an earlier batch is missing, only the snapshot is correct. An answer
+that begins with a snapshot ends the wait for all earlier batches: the first message of an answer is never lost, so the
+publisher has no earlier batch. Early batches with lower numbers are then dropped, because the snapshot contains them.
 
 A heartbeat of a kvevents publisher states the digest of its state after the batch, its trust in this state, its incarnation,
 and when the next heartbeat comes (`trust`). Only a consumer can compare the digest with its own state (`Stream.report`). A

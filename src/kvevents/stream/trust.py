@@ -46,8 +46,8 @@ PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {
     DegradedReason.SENDER,
     DegradedReason.ESTIMATED_MATCHES,
 }
-"""Reasons that a checkpoint stores, because they are about delivered batches or their publisher. Other reasons are about an
-endpoint, and a later process determines them again."""
+"""Reasons that a checkpoint stores, because they are about delivered batches or their publisher. The remaining reasons are
+about an endpoint, and a later process determines these reasons again."""
 
 
 TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
@@ -91,7 +91,7 @@ class Trust(Struct, frozen=True, eq=False):
     publisher has missed its heartbeats or reports that it is STALE."""
 
     def with_reason(self, reason: str) -> Trust:
-        """Return the same state with a reason."""
+        """Return this trust with the same state and a different reason."""
         # A service calls `with_reason` ten times a second for each lost engine; `replace` would take more than twice as long.
         return Trust(self.name, reason, self.attested, self.unproven, self.inexact_tiers)
 

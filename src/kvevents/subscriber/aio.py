@@ -27,7 +27,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     """
 
     _resumed_at = 0.0
-    """The time at which other tasks last ran."""
+    """The time at which this task last let other tasks run."""
 
     if TYPE_CHECKING:
 
@@ -145,7 +145,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     async def close(self) -> None:
         """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any task or thread may call this method, which does not wait. If another call is waiting, that call closes the
+        Any task or thread may call this method, which does not wait. If another call is waiting, the waiting call closes the
         connections when it returns; if not, this method closes them.
         """
         self._close()

@@ -55,7 +55,7 @@ class TopicFeed:
         """The connection; None if the source was found by its topic but is not followed yet."""
         self.arrivals: deque[_Arrival] = deque()
         self.descriptor: int | None = None
-        """Descriptor of the connection that brought the newest message; None if unknown."""
+        """Descriptor of the connection that brought the newest message; None if the descriptor is unknown."""
         self.other_connections: set[int] = set()
         """Descriptors of other connections that also bring messages of the source."""
         self.is_found = connection is None

@@ -66,7 +66,7 @@ class Outcome(Protocol):
 
     @property
     def report(self) -> BatchReport | None:
-        """The findings of applying the delivery; None if there is nothing to report."""
+        """The findings of applying the delivery; None if the delivery needs no report."""
 
 
 class Sink(Protocol):
@@ -95,8 +95,8 @@ class Options(TypedDict, total=False):
     function replaces `trust_changes`. An exception of the function is raised by `receive`, like an exception of a sink."""
     on_found: OnFound | None
     """Function that `receive` calls with each source found by its topic (`Source.by_topic`). The function returns the source to
-    follow, which may have another name but not another endpoint or topic, or None to ignore the topic. The function must not
-    raise an exception."""
+    follow, or None to ignore the topic. It may change the source's name, but neither its endpoint nor its topic. The function
+    must not raise an exception."""
 
 
 class FrontEnd(Generic[BatchT]):
@@ -104,9 +104,10 @@ class FrontEnd(Generic[BatchT]):
 
     Threads: only `add`, `remove` and the wait inside `receive` use the connections. `_calls` has a token for each call of these
     methods that is running. Any thread and any signal handler may call `close`, also during another call. If no running call
-    uses the connections, `close` closes them; if one does, `close` wakes it, and the call that returns last closes them.
-    `close` first sets `_is_closed` and then reads `_calls`; the other calls first change `_calls` and then read `_is_closed`.
-    So at least one of two concurrent calls sees both changes. `_lock` is held to read or change streams, never during a wait.
+    uses the connections, `close` closes them. Otherwise `close` wakes the running calls, and the last call to return closes the
+    connections. `close` first sets `_is_closed` and then reads `_calls`; the other calls first change `_calls` and then read
+    `_is_closed`. So at least one of two concurrent calls sees both changes. `_lock` is held to read or change streams, never
+    during a wait.
     """
 
     def __init__(  # noqa: PLR0913 - the parameters are the options of both subscribers
@@ -157,7 +158,7 @@ class FrontEnd(Generic[BatchT]):
             raise
 
     def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
-        """Follow one more source; if `source` is a string, it is the endpoint.
+        """Follow a further source; if `source` is a string, it is the endpoint.
 
         If `resume` is given, continue after this checkpoint of an earlier process. As after a reconnect, the stream first
         verifies that the publisher's incarnation has not changed; before this check succeeds, trust is STALE. If the
@@ -214,7 +215,7 @@ class FrontEnd(Generic[BatchT]):
             return self._multiplexer.checkpoints()
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
-        """Return the trust in the deliveries of a stream. `name` can be omitted if there is only one stream.
+        """Return the trust in the deliveries of a stream. `name` can be omitted if only one stream exists.
 
         The trust covers the deliveries that were returned, and every known loss. Findings of decoding and applying a delivery
         count when the delivery is returned.
@@ -270,7 +271,7 @@ class FrontEnd(Generic[BatchT]):
 
     @contextmanager
     def _redeliver_on_error(self) -> Iterator[list[Any]]:
-        """Yield a list for deliveries. If the block raises, these are delivered again unless a sink has applied them."""
+        """Yield a list for deliveries. If the block raises, deliveries that no sink has applied are delivered again."""
         deliveries: list[Any] = []
         try:
             yield deliveries
@@ -288,7 +289,7 @@ class FrontEnd(Generic[BatchT]):
         return self._clock() - self._read_at
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
-        """Return the seconds until a timer is due or `end` is reached; None for no limit."""
+        """Return the seconds until a timer is due or `end` is reached; None means that the number is not limited."""
         due = self._multiplexer.timeout(now)
         if end is None:
             return due

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_READ: Final = 256
 """Maximum number of messages that are read from one stream before the next stream is read."""
 MAX_READY_DELIVERIES: Final = 4_096
-"""Number of deliveries after which a run ends, even if streams have more to read, so that other tasks can run."""
+"""Number of deliveries after which a run ends, even if streams still have messages, so that other tasks can run."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Maximum number of concurrent replays in a process. Replay buffers can have 100 MB, and a fleet can reconnect at once."""
 
@@ -67,7 +67,8 @@ class Connection(Protocol):
         messages of an old connection are fed before `begin_connection` is called. If a newer connection has begun,
         `end_connection` is called before its first message is fed; if not, after all messages of the old connection.
 
-        Raise `EndpointError` if the connection cannot continue. The caller then closes the connection and opens another later.
+        Raise `EndpointError` if the connection cannot continue. The caller then closes the connection, and opens a new
+        connection later.
         """
         ...
 
@@ -77,7 +78,7 @@ class Connection(Protocol):
         ...
 
     def deadline(self) -> float | None:
-        """Return the time at which `feed_stream` is due even if nothing arrives; None if there is no such time."""
+        """Return the time at which `feed_stream` is due even if nothing arrives; None if `feed_stream` is never due."""
 
     def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if sending fails."""
@@ -156,7 +157,7 @@ class StreamEntry:
         self.stated_rank: int | None = None
         """The rank that payloads stated when ranks were last compared."""
         self.failure = ""
-        """Why the application could not apply a delivery; cleared when the application has taken all batches once more."""
+        """Why the application could not apply a delivery; empty after the application has taken all batches again."""
         self.first_incarnation = first_incarnation
         """The first incarnation of this subscription; only `resumed_incarnation` may be lower."""
         self.resumed_incarnation = stream.incarnation
@@ -231,7 +232,7 @@ class StreamEntry:
 class Multiplexer:
     """All streams of one subscriber.
 
-    The failure of one stream does not affect other streams. If a connection raises `EndpointError`, it is closed, its stream is
+    A stream that fails does not affect the other streams. If a connection raises `EndpointError`, it is closed, its stream is
     disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as unanswered, so
     the stream sends it again.
     """
@@ -248,7 +249,8 @@ class Multiplexer:
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
         self._finders: dict[tuple[str, int], StreamEntry] = {}
-        """Entries of sources with `by_topic`, which find other sources. The stream of such an entry receives nothing."""
+        """Entries of sources with `by_topic`, through which the subscriber finds further sources. The stream of such an entry
+        receives nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
         self._unconsumed_streams: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
@@ -326,7 +328,7 @@ class Multiplexer:
         self._close_connection(entry)
 
     def entry(self, name: str | None, rank: int) -> StreamEntry:
-        """Return a stream that is followed; `name` can be None if there is only one. Raise `UnknownSourceError`."""
+        """Return a stream that is followed; `name` can be None if only one stream exists. Raise `UnknownSourceError`."""
         if name is None and len(self._entries) == 1:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
@@ -410,7 +412,7 @@ class Multiplexer:
         return due if max_wait is None else min(due, max_wait)
 
     def run_once(self, connections: Iterable[Connection], now: float) -> None:
-        """Read from `connections` and from streams that have more to read, and run the timers that are due."""
+        """Read from `connections` and from streams that still have messages, and run the timers that are due."""
         if not self.ready:
             self._mark_consumed()
         for connection in connections:

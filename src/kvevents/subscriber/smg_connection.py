@@ -103,7 +103,7 @@ class SmgConnection:
             self._first = self._batches[0][0]
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Answer with batches of this call, or begin another call if the requested batches are no longer stored."""
+        """Answer with stored batches of this call, or begin a new call if the requested batches are no longer stored."""
         if request.needs_new_connection:
             self._replies.clear()
         if request.start < self._first:

@@ -105,7 +105,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     def close(self) -> None:
         """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any thread and any signal handler may call this method, which does not wait. If another call is waiting, that call
-        closes the connections when it returns; if not, this method closes them.
+        Any thread and any signal handler may call this method, which does not wait. If another call is waiting, the waiting
+        call closes the connections when it returns; if not, this method closes them.
         """
         self._close()

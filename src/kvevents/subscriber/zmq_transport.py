@@ -468,7 +468,7 @@ class ReceivedBatches(NamedTuple):
     messages: list[list[bytes]]
     """All messages from the first unexpected message on, each as a list of frames."""
     is_drained: bool
-    """Whether the socket holds no more messages."""
+    """Whether the socket holds no further messages."""
 
 
 def receive_batches(native: Any | None, socket: sockets.Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:

@@ -160,7 +160,7 @@ class FakeConnection:
         self._arrivals.append(feed)
 
     def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed at most `limit` arrived messages and connection changes to `stream`. Return True if further ones remain."""
+        """Feed at most `limit` arrived messages and connection changes to `stream`. Return True if further messages remain."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
         if self._arrivals and self.replies and stream.expected_run(1):

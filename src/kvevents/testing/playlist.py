@@ -84,7 +84,7 @@ class Playlist:
         former, following = self._batches[self._position - 1].t, self._batches[self._position].t
         return max(0.0, following - former) if former is not None and following is not None else 0.0
 
-    def take(self) -> NextBatch:
+    def next_batch(self) -> NextBatch:
         """Return the next batch and advance. Raise `ConfigError` if the tape is empty."""
         if not self._batches:
             raise ConfigError("the tape is empty: there is nothing to play")
@@ -144,7 +144,8 @@ class Faults:
     """Sequence numbers without a batch: the engine assigned the number, and then could not encode the batch."""
     seed: int = 0
     buffer_steps: int = ENGINE_BUFFER_STEPS
-    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest, without notice."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest stored batch,
+    without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
     """Maximum number of batches in one reply. Further batches are dropped silently, as in engines, whose ROUTER sockets queue

@@ -30,7 +30,7 @@ class DirectionCounts:
     dropped_tail: int = 0
     """Number of messages that were dropped after the last forwarded message, so that no later message shows their loss."""
     swapped: int = 0
-    """Number of messages that were forwarded after a message that had arrived later."""
+    """Number of messages that were overtaken: a message that arrived later was forwarded earlier."""
     injected: int = 0
     """Number of messages that `inject` added."""
     held: int = 0
@@ -59,7 +59,7 @@ class Chunk:
 class DirectionFaults:
     """The faults of one direction, for all connections.
 
-    `condition` guards the counters. Only the thread of the event loop uses the other members.
+    `condition` guards the counters. All members except the counters are used only in the thread of the event loop.
     """
 
     def __init__(self, counts: DirectionCounts, condition: threading.Condition, max_queued_bytes: int) -> None:

@@ -111,7 +111,7 @@ class TapePlayer(Closeable):
         self._sockets = TapeSockets(playlist, faults or Faults(), endpoint, replay_endpoint, hwm, log)
         self._plays: deque[_Play] = deque()
         self._actions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        """Functions that other threads have queued, for the thread that owns the sockets to call."""
+        """Functions that other threads have queued; the thread that owns the sockets calls them."""
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
         self._is_closed = False

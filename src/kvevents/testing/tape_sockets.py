@@ -182,7 +182,7 @@ class TapeSockets:
 
         If `is_seen` is false, the batch is not sent live.
         """
-        batch, is_restart = self.playlist.take()
+        batch, is_restart = self.playlist.next_batch()
         if is_restart:
             self._clear_buffer()
         outcome = self._outcome(batch.seq, is_seen)

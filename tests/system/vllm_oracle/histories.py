@@ -273,5 +273,7 @@ class EngineHistory:
         if not self._ours.cache.could_hold(len(generated.prompt) + len(generated.answer)):
             return  # ours refuses it; vLLM refuses at startup, since max_model_len must fit
         self._theirs.submit(generated.name, generated.prompt, generated.answer, **generated.options)
-        job = self._ours.submit(Request(0.0, Text.of(generated.prompt), Text.of(generated.answer), None, **generated.options))
+        job = self._ours.submit(
+            Request(0.0, Text.from_tokens(generated.prompt), Text.from_tokens(generated.answer), None, **generated.options)
+        )
         self._names[job] = generated.name
