@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closeable:
-    """A context manager that calls its own method `close` at the end of the `with` block."""
+    """A base class of context managers: the end of the `with` block calls the method `close`."""
 
     def close(self) -> None:
         """Release all open resources."""
@@ -20,7 +20,7 @@ class Closeable:
 
 
 class AsyncCloseable:
-    """A context manager that calls its own method `close` at the end of the `async with` block."""
+    """A base class of asynchronous context managers: the end of the `async with` block calls the method `close`."""
 
     async def close(self) -> None:
         """Release all open resources."""

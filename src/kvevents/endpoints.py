@@ -104,7 +104,7 @@ def validate_port(endpoint: str) -> None:
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
     """Return the endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
 
-    `endpoint` is returned unchanged if it is None, if the rank is 0, or if the OS chooses the port (0 or `*`). The rule is that
+    Return `endpoint` unchanged if it is None, if the rank is 0, or if the OS chooses the port (0 or `*`). The rule is that
     of vLLM 0.33 (`vllm/distributed/kv_events.py`), except for `ipc://`, which the engines reject.
 
     Raises `ConfigError`, a ValueError, for another transport or a port above 65535.
@@ -157,9 +157,10 @@ def connectable_endpoint(endpoint: str) -> str:
 
 
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """Return a message if this rank needs a port that this or a lower rank on the same host uses for the other endpoint.
+    """Return a message if a port of this rank is also a port of a lower rank, or if this rank's two ports are equal.
 
-    Return None if no ports collide. Both endpoints are as configured, before the rank is added, and both are bound.
+    Return None if no ports are equal. All ranks run on the same host and bind both endpoints. The endpoints are those of rank
+    0.
     """
     events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
     if events is None or replay is None or 0 in {events[1], replay[1]}:
@@ -180,7 +181,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
 
 
 def with_bound_port(endpoint: str | None, bound_endpoint: str | None) -> str | None:
-    """Return `endpoint`; if it is a TCP endpoint with port 0, it gets the port of `bound_endpoint`."""
+    """Return `endpoint`, with the port of `bound_endpoint` if `endpoint` is a TCP endpoint with port 0."""
     target, bound_target = split_tcp(endpoint or ""), split_tcp(bound_endpoint or "")
     if target is None or bound_target is None or target[1] != 0:
         return endpoint

@@ -67,7 +67,7 @@ class ForkedError(UsageError, RuntimeError):
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional dependency is not installed. The message names the extra of `kvevents` that installs it, if one does."""
+    """An optional dependency is not installed. If an extra of `kvevents` installs it, the message names the extra."""
 
     def __init__(self, text: str, extra: str = "") -> None:
         super().__init__(f"{text}: {install_hint(extra)}" if extra else text)

@@ -130,7 +130,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
-    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if it cannot be computed."""
+    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the digest cannot be computed."""
     interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT_SECONDS)] = msgspec.field(name="every")
     """Maximum number of seconds until the next heartbeat; the name on the wire is `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
@@ -156,7 +156,7 @@ class BlockStored(KVCacheEvent):
     block_hashes: list[BlockHash]
     """An opaque hash for each block, unsigned 64 bits. A hash has a meaning only within its stream."""
     parent_block_hash: BlockHash | None
-    """Hash of the block before the event's first block; None if that block begins a prompt. 0 is a legal hash."""
+    """Hash of the block before the event's first block; None if the first block begins a prompt. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
     block_size: int
     """Number of tokens per block; 0 if the event announces a move between tiers."""

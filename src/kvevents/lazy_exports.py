@@ -1,6 +1,6 @@
 """Imports public names of a package from its modules when the names are first used.
 
-So importing the package loads nothing that its user does not need. Type checkers and readers see ordinary imports, under
+So importing the package loads only the modules that the program uses. Type checkers and readers see ordinary imports, under
 `TYPE_CHECKING`; a test compares them with the table.
 """
 

@@ -77,7 +77,7 @@ def requests_without_connections(loop: asyncio.Runner) -> Ask:
         request = FakeRequest(method, path, sent_as, b"" if body is None else json.dumps(body).encode())
 
         async def answer() -> None:
-            app.handle(cast("Any", request))
+            app.start_task(cast("Any", request))
             await app.stop(DEADLINE)
 
         loop.run(answer())

@@ -32,9 +32,9 @@ class ExitCode(IntEnum):
     NOTHING_ARRIVED = 3
     """If no batch arrived before `--idle-timeout` ended the command."""
     CHECK_NOT_POSSIBLE = 4
-    """If the command checks something, but the check could not be done, so that its result is unknown."""
+    """If a check of the command could not be done, so that its result is unknown."""
     INTERRUPTED = 130
-    """If SIGINT or SIGTERM ended the command before its work was done; shells use the same code."""
+    """If SIGINT or SIGTERM ended the command before the end of its work; shells use the same exit code."""
 
 
 class CommandLineError(UsageError):

@@ -156,7 +156,7 @@ def add_limits(parser: ArgumentParser) -> None:
     parser.add_argument("--idle-timeout", type=positive_seconds, help=text)
 
 
-# --- the endpoints at which a command publishes
+# --- the endpoints at which a command publishes batches
 
 
 def add_publisher(parser: ArgumentParser) -> None:

@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     if args.speed != "max":
         batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    # Bound the player's log of requests, because a player can run for days. This command does not read the log.
+    # Bound the player's log of requests, because a player can run for days. The command `play` does not read the log.
     with StopSignal() as stop, TapePlayer(batches, **endpoints, log=1_000) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:

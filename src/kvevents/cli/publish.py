@@ -57,7 +57,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
         return None
     found = msgspec.json.decode(line)
     if isinstance(found, dict) and "events" not in found and "kind" in found:
-        return None  # This line is a gap, a reset or a change of trust, from `tail -o json`.
+        return None  # The line is a gap, a reset or a change of trust, as `tail -o json` prints it.
     if isinstance(found, dict) and "events" in found:
         batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED_KEYS}, _JsonBatch)
         ts = time.time() if batch.ts is None else batch.ts

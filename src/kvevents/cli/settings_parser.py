@@ -80,7 +80,7 @@ class Setting:
         self._read_text: Final = read_text
 
     def read(self, text: str) -> Any:
-        """Return the value that a text stands for; if the setting is a list, the text is one item. Raises `ConfigError`."""
+        """Return the value of a text; if the setting is a list, the text is one item. Raises `ConfigError`."""
         if self._unit is Unit.SECONDS and self._range.is_open:
             return positive_seconds(text)
         if self._unit in _TEXT_READERS:
@@ -104,7 +104,7 @@ class Setting:
             raise ConfigError(f"{self.variable}: {error}") from error
 
     def add_to(self, group: ArgumentParser | Group, *, shown: bool = True) -> argparse.Action:
-        """Declare the option without a help text; `--help` leaves it out unless `shown`."""
+        """Declare the option without a help text; `--help` omits the option unless `shown` is true."""
         hidden = argparse.SUPPRESS
         options: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS, "help": None if shown else hidden}
         if bool in self._types:

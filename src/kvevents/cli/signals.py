@@ -164,9 +164,10 @@ def configure_threads() -> None:
 def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
     """Return a context that returns free memory to the system every `interval` seconds, except `keep` bytes of the heap's top.
 
-    glibc has one arena for each thread, and keeps freed memory as long as memory above it is in use. So a process would never
-    shrink after its buffers were full. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. A library
-    must not call this function, because the allocator belongs to the process. Without glibc, the context does nothing.
+    glibc has one arena for each thread, and keeps freed memory as long as memory above it is in use. So the memory of a process
+    would never shrink after the process has filled its buffers. `malloc_trim` returns every free page, in half a millisecond
+    for each 10 MiB. A library must not call this function, because the allocator belongs to the process. Without glibc, the
+    context does nothing.
     """
     trim = _find_malloc_trim()
     if trim is None:

@@ -14,7 +14,7 @@ from kvevents.client.sync import Client
 
 
 class PolledSource(SourceView, frozen=True, kw_only=True):
-    """One source, with the rate of its batches."""
+    """One source in a poll, with the rate of its batches."""
 
     rate: float | None = None
     """Batches per second since the previous poll; None in the first poll."""
@@ -39,7 +39,7 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the poll, in seconds since the epoch."""
     service: str
     error: str | None = None
-    """Why the poll failed; None if it succeeded. After a failed poll, the fields from `ready` on are empty."""
+    """Why the poll failed; None if the poll succeeded. After a failed poll, the fields from `ready` on are empty."""
     failing_since: float | None = None
     """Time of the first of the consecutive failed polls, in seconds since the epoch; None if the poll succeeded."""
     ready: ReadyAnswer | None = None
@@ -69,7 +69,7 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 
 
 class Poller:
-    """Polls one service. Rates are averages between a successful poll and the successful poll before it."""
+    """Polls one service. A rate is the average between two consecutive successful polls."""
 
     def __init__(self, client: Client, order: str) -> None:
         self._client = client

@@ -85,7 +85,7 @@ class Call(Generic[T]):
 
 
 def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> Call[T]:
-    """Return a call that reads an endpoint."""
+    """Return a GET request to an endpoint of the service, as a call."""
     return Call("GET", f"{path}?{urlencode(parameters)}" if parameters else path, kind, accepted_status=accepted_status)
 
 
@@ -366,7 +366,7 @@ class ReadyWait:
         return answer
 
     def check_error(self, error: ServiceRequestError) -> None:
-        """Raise the error if a later attempt would also fail. After the deadline, raise every error."""
+        """Raise the error unless a further attempt might succeed. After the deadline, raise every error."""
         if self._now() >= self._end or (error.status is not None and error.status not in _BUSY_STATUSES):
             raise error
 

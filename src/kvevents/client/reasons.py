@@ -59,7 +59,7 @@ class Reason(enum.StrEnum):
     REPLAY_KEYS = "replay-keys", _KEYS_ADVICE
 
     NO_REPLAY = "no-replay", _REPLAY_ADVICE
-    """The source has no replay endpoint. Reasons up to `SILENT` have the same names in `DegradedReason`."""
+    """The source has no replay endpoint. The reasons from the first one to `SILENT` have the same names in `DegradedReason`."""
     REPLAY_SILENT = (
         "replay-silent",
         f"check that its replay endpoint is correct, and reachable from the service's host; {_CHECK_ADVICE}",
@@ -76,9 +76,10 @@ class Reason(enum.StrEnum):
         "install kvevents in the engine: its plugin omits repeated announcements",
         "guides/engines",
     )
-    """Some blocks of this answer might be gone. Answers about a prompt have this reason, but sources never do."""
+    """Some blocks in the answer might be gone. Answers about a prompt have this reason, but sources never do."""
     STORES_ONLY = "stores-only", "no action is needed: by its configuration, the engine announces no removals from some tiers"
-    """The engine announces no removals from some tiers. The state is EXACT, but EXACT applies only to the other tiers."""
+    """The engine announces no removals from some tiers. The state is EXACT, but it does not apply to the tiers without
+    removals."""
     SENDER = "sender", "see the reason: the upstream of a relay is not exact, or the engine does not announce everything"
     RANK = "rank", "compare the registered ports with the ports of the engine's ranks: the ports of two ranks are swapped"
     SHARED = "shared", "give each publisher its own topic, or its own endpoint"

@@ -158,7 +158,7 @@ class Client(Closeable):
         return response.status, content
 
     def _take_idle(self) -> HTTPConnection | None:
-        """Return an idle connection that the service has not closed; None without one."""
+        """Return an idle connection that the service has not closed; None if no such connection exists."""
         while self._idle:
             try:
                 idle_since, connection = self._idle.pop()

@@ -247,7 +247,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
         """Return rank, endpoint, topic, block size, and the replay endpoint if any, as reachable from this host.
 
-        Return None if the socket connects, or if its transport is `inproc://`: no other process can subscribe then.
+        Return None if the socket connects or has the transport `inproc://`, because no other process can subscribe then.
         """
         endpoint = _advertised_replay_endpoint(self._local_pub_endpoint)
         if endpoint is None:

@@ -37,7 +37,7 @@ from kvevents.package_metadata import VERSION
 
 ACCEPTED_STATUSES: Final = frozenset({200, 201})
 EXACT_STATE: Final = "EXACT"
-"""The trust state that kvevents reports for a worker whose match is guaranteed."""
+"""The trust state in which kvevents guarantees the match of a worker."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
@@ -136,7 +136,8 @@ class Indexer(Target):
     def _send_query(self, query: CheckQuery) -> dict[str, Match]:
         names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
         given = {name: value for name, value in names.items() if value is not None}
-        # By default kvevents leaves out the last token, which engines always recompute. Dynamo ignores `whole_prompt`.
+        # By default kvevents does not look up the last token, because engines always recompute it. Dynamo ignores
+        # `whole_prompt`.
         answer = self.ask("POST", "/query", {"token_ids": query.ids, "whole_prompt": True, **given, **self._scope()})
         if answer.status == 404:  # the model has no workers
             return {}
@@ -251,7 +252,7 @@ class StartedIndexer(Indexer):
 
 
 class KveventsIndexer(StartedIndexer):
-    """`kvevents serve`, which stores its registrations."""
+    """Driver of `kvevents serve`, which stores its registrations on disk."""
 
     def kill(self) -> None:
         now = time.time()
@@ -292,7 +293,7 @@ class IndexerDriver(Driver):
 
 
 class RunningIndexer(Driver):
-    """An indexer that is already running. All scenarios share this indexer; each has its own model and instance ids."""
+    """An indexer that is already running. All scenarios share it, and use different models and instance ids."""
 
     abilities = ABILITIES
 

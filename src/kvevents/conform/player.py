@@ -42,7 +42,7 @@ def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch
 
 
 class ScriptedEngine:
-    """One engine of a scenario. Each method performs the step of the same name. `stack` closes the sockets at the end."""
+    """Plays one engine of a scenario. Each method performs the step with its name. `stack` closes the sockets at the end."""
 
     def __init__(self, name: str, scenario: Scenario, stack: ExitStack) -> None:
         self.settings: Final[ScenarioEngine] = scenario.engines[name]
@@ -88,7 +88,7 @@ class ScriptedEngine:
         return port.endpoint
 
     def publish(self, times: int, *, lost: bool) -> None:
-        """Publish the next `times` batches that the scenario has for this engine. If `lost`, they are not sent live."""
+        """Publish the next `times` batches of this engine in the scenario. If `lost`, they are not sent live."""
         self.tape.faults = replace(self.tape.faults, drop=1.0 if lost else (), skipped=())
         self.tape.play(times)
 

@@ -37,14 +37,14 @@ from kvevents.zeromq.sockets import disable_monitor
 
 BLOCK_SIZE: Final = 16
 FEED_SECONDS: Final = 30.0
-"""Maximum time for a publisher to read the batches that it is given."""
+"""Maximum time for a publisher to read the batches that the referee writes."""
 END_SECONDS: Final = 15.0
 """Maximum time from the end of a publisher's input until its process ends."""
 CONNECT_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 0.3
 """Time for a subscription to reach the publisher over an open connection; ZMTP does not acknowledge subscriptions."""
 SILENCE_SECONDS: Final = 3.0
-"""Time without a message after which a reply counts as ended although no end marker has arrived."""
+"""Time without a message after which a reply without an end marker counts as ended."""
 _CANNOT_FEED_REASON: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
 
 

@@ -2,8 +2,8 @@
 
 The referee plays the workers: small OpenAI servers beside the engines' event sockets. The referee adds one more worker, the
 control, whose engine has no faults. The control first holds one block of a prompt less than the best worker of the scenario. A
-router that lacks blocks then chooses the control. After that, the control holds one block more than the best worker. A router
-that counts removed blocks then chooses another worker.
+router that lacks blocks of the best worker then chooses the control. Afterwards, the control holds one block more than the best
+worker. A router that still counts removed blocks then chooses a worker that no longer holds them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvevents.testing.tape import ANY_LOCAL_PORT
 MODEL: Final = "m"
 CONTROL_NAME: Final = "control"
 REQUESTS_PER_STATE: Final = 3
-"""Number of requests for each prompt and state of the control. All must reach a right worker, because a single request can
-reach one by chance."""
+"""Number of requests for each prompt and state of the control. All of these requests must reach a right worker, because a
+single request can reach a right worker by chance."""
 CONTROL_SECONDS: Final = 0.2
 """Time for the router to read the events of the control."""
 VLLM_ROUTER_PACKAGE: Final = ("vllm-router", "0.1.17")
@@ -127,7 +127,7 @@ class Control:
         self.replay_endpoint: Final = self._publisher.replay_endpoint
 
     def hold(self, tokens: Sequence[int], salt: str | None, blocks: int) -> bool:
-        """Hold the first `blocks` blocks of a prompt. Return whether this changed the number of held blocks."""
+        """Hold the first `blocks` blocks of a prompt. Return whether the call has changed the number of held blocks."""
         key = (tokens[0], salt)
         before = self._held.get(key, 0)
         self._held[key] = blocks

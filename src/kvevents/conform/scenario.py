@@ -56,7 +56,7 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
     seed: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 1
-    """Seed of the hashes in `$store`: engines with different seeds give equal tokens different hashes."""
+    """Seed of the hashes in `$store`. Two engines with different seeds have different hashes for equal tokens."""
     worker: PlainName | None = None
     """Name of the worker in answers; the name of the engine by default. The ranks of one worker share one name."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
@@ -70,7 +70,8 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The endpoint that the target gets: the engine's endpoint, a port where nothing listens, a host name that does not exist,
     or a port that accepts connections and sends nothing."""
     buffer_steps: Annotated[int, Meta(ge=0)] = 10_000
-    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest one."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest batch in the
+    buffer."""
     reply_shape: Literal["topic", "no-topic", "bare-end"] = "topic"
     """`topic`: replies have a topic (vLLM from 0.26, SGLang from 0.5.22). `no-topic`: replies have no topic. `bare-end`:
     replies have no topic, and the end marker has no sequence number."""
@@ -89,9 +90,9 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Forms(Struct, frozen=True, forbid_unknown_fields=True):
-    """What batches and events look like: JSON values in which `$`-words are placeholders. The default is vLLM 0.33.
+    """The forms of batches and events of a release: JSON values in which `$`-words are placeholders. The default is vLLM 0.33.
 
-    `$time` is 1760000000 plus 1/16 s for each earlier batch of the scenario; `$milliseconds` is the same time in milliseconds.
+    `$time` is 1760000000 plus 1/16 s for each earlier batch of the scenario; `$milliseconds` is `$time` in milliseconds.
     """
 
     batch: Any = msgspec.field(default_factory=lambda: ["$time", "$events", "$rank"])
@@ -114,7 +115,7 @@ class Forms(Struct, frozen=True, forbid_unknown_fields=True):
     """Form of a hash: an integer of 64 bits, or 32 bytes that end with the integer, big-endian."""
 
     def can_express(self, event: Any) -> bool:
-        """Return whether an event is a macro that changes only fields that the macro's form has."""
+        """Return whether an event is a macro, and each field that the macro changes exists in the form of the release."""
         for macro, form in (("$store", self.store), ("$remove", self.remove), ("$clear", self.clear)):
             if isinstance(event, dict) and macro in event:
                 return len(event) == 1 or (isinstance(form, dict) and event.keys() - {macro} <= form.keys())
@@ -231,7 +232,7 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
     tokens: Tokens | list[int]
     held: dict[Annotated[str, Meta(pattern="^[a-z0-9.-]+(:[0-9]+)?$")], int]
-    """Maps `worker`, or `worker:rank` for one rank, to the number of tokens in the longest prefix that it holds on any tier.
+    """Maps `worker`, or `worker:rank` for one rank, to the length in tokens of the longest prefix on all of its tiers together.
     Workers that are not listed hold no prefix."""
     lora: str | None = None
     salt: str | None = None
@@ -275,13 +276,13 @@ Step = Register | Unregister | PublishingStep | Restart | Stop | NetworkStep | K
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="reader"):
-    """Engines, what happens to them, and the right answers of a program that reads their events."""
+    """A scenario: engines, steps that change them, and the right answers of a program that reads the engines' events."""
 
     version: Literal[2]
     """Version of this format."""
     name: PlainName
     title: str
-    """What happens, in one phrase."""
+    """Title of the scenario, in one phrase."""
     group: Literal["dialects", "healthy", "losses", "restarts", "bytes", "blocks", "registration"]
     rule: PlainName
     """The rule from which the right answers follow: a key of `rules.json`."""

@@ -141,7 +141,7 @@ class Target(ABC):
         """Return, for each registered worker, the problem that the target reports, or None if it reports no problem."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
-        """Handle the end of a worker's engine: stop everything else that the referee simulates for this worker."""
+        """Stop everything that the referee simulates for a worker beside the engine's events, because the engine has ended."""
 
     def engine_restarting(self, worker: str) -> AbstractContextManager[None]:
         """Return a context in which a worker's engine restarts, with all other parts of the engine's process."""
@@ -153,7 +153,7 @@ class Target(ABC):
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End the process with SIGKILL, after it has stored its state."""
+        """Wait until the process has stored its state, and end it with SIGKILL."""
         raise NotImplementedError
 
     def start(self, registrations: Sequence[EngineRegistration]) -> None:

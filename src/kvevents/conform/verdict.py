@@ -158,8 +158,8 @@ class Result(msgspec.Struct, frozen=True):
 def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str, str | None]) -> ScenarioOutcome:
     """Give a verdict about each worker, and return the worst one with the details of all workers.
 
-    `reports` has the problem that the target reports for each worker, or None if the target reports no problem. A difference
-    counts as reported only if the target reports that same worker, in the answer or elsewhere.
+    `reports` has the problem that the target reports for each worker, or None if the target reports no problem. A wrong answer
+    about a worker counts as reported only if the target reports a problem of that worker, anywhere.
     """
     reported = {difference.worker: difference.report for difference in differences if difference.report is not None}
     reported |= {name: text for name, text in reports.items() if text is not None}

@@ -165,7 +165,7 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
 
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
-    """Return a finding if `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
+    """Return a finding if `endpoint` cannot answer replay requests; None if the peer is a ROUTER socket."""
     result = _check_reach("replay", endpoint, curve, zmq.DEALER)
     if isinstance(result, CheckResult):
         return result
@@ -182,7 +182,7 @@ def count_next_ranks(endpoint: str) -> int:
 
 
 def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
-    """Return `endpoint` with `distance` added to its port; None if it is not a TCP endpoint, or if that port is invalid."""
+    """Return `endpoint` with `distance` added to its port; None if this is not a TCP endpoint with a valid port."""
     target = split_tcp(endpoint)
     if target is None or not 0 < target[1] + distance <= MAX_PORT:
         return None

@@ -72,7 +72,7 @@ class EngineChecks:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", REPLAY_HINT)
 
         def wait_for_live() -> None:
-            self._repeat(stop, lambda: sample.take(POLL_SECONDS), lambda: bool(sample.numbers.received))
+            self._repeat(stop, lambda: sample.receive(POLL_SECONDS), lambda: bool(sample.numbers.received))
 
         source = self.source
         finding, found = find_replay_endpoint(source.endpoint, sample.numbers, wait_for_live, source.curve)
@@ -93,7 +93,7 @@ class EngineChecks:
     def _watch(self, sample: traffic.TrafficSample, stop: Stop) -> StreamStatus:
         """Take the sample and subscribe at the same time; if the socket must listen, take the sample first."""
         if self.source.bind:
-            self._repeat(stop, lambda: sample.take(POLL_SECONDS))
+            self._repeat(stop, lambda: sample.receive(POLL_SECONDS))
             # Only one socket can listen at an address. After this close, the engine connects to the subscriber.
             sample.close()
         with self._make_subscriber() as subscriber:
@@ -119,7 +119,7 @@ class EngineChecks:
 
     def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: traffic.TrafficSample) -> None:
         if not self.source.bind:
-            sample.take(POLL_SECONDS)
+            sample.receive(POLL_SECONDS)
         for number in range(traffic.MAX_MESSAGES_PER_TURN):
             delivery = subscriber.receive(timeout=POLL_SECONDS if self.source.bind and not number else 0)
             if delivery is None:

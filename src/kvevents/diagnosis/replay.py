@@ -118,7 +118,7 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
 
 
 def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | None:
-    """Check whether `endpoint` belongs to the published stream; None if this is unknown."""
+    """Check whether `endpoint` belongs to the published stream; None if the answer is unknown."""
     if comparison.equal_batches:
         text = f"{endpoint} has {plural(comparison.equal_batches, 'live batch')} as published: it belongs to this stream"
         return ok("replay", text)

@@ -30,7 +30,7 @@ def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the largest unit in which its value is at least 2, such as `0.2 s`, `5 min`, `3 h`."""
+    """Return a duration in days, hours or minutes if it has two or more of the unit, else in seconds: `3 h`, `0.2 s`."""
     for length, unit in _DURATIONS:
         if abs(seconds) >= 2 * length:
             return f"{seconds / length:,.0f} {unit}"

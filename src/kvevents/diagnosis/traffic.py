@@ -90,7 +90,7 @@ class TrafficSample:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
-        """Seconds from the start to the newest call of `take`."""
+        """Seconds from the start to the newest call of `receive`."""
         self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class TrafficSample:
             self._security.close()
         self._context.term()
 
-    def take(self, timeout: float) -> None:
+    def receive(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a message, and count all messages that have arrived."""
         is_readable = self._socket.poll(ceil(1000 * timeout))
         self.seconds = time.monotonic() - self._began

@@ -6,9 +6,9 @@ Batches that arrive during the takeover wait in the queue. The thread creates th
 ports, and gives it the waiting batches. From then on `publish` passes every batch to the engine's publisher.
 
 For consumers the stream continues. The engine's publisher begins at the next number, so no number is used twice. The replay
-buffer of that publisher gets the batches of kvevents. By these batches a consumer recognises the stream after a reconnect, and
-it can request missing ones. A lost batch is a gap, which an empty batch reveals at once. Heartbeats, attestation and full
-history end, because the engines' publishers do not have these features.
+buffer of that publisher gets the batches of kvevents. From the stored batches a consumer recognises the stream after a
+reconnect, and requests missing batches. A lost batch is a gap, which an empty batch reveals at once. Heartbeats, attestation
+and full history end, because the engines' publishers do not have these features.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class EnginePublisher(ZmqEventPublisher):
             )
 
     def _create_successor(self, fallback: OwnPublisher) -> int:
-        """Close all sockets and create the engine's own publisher. Return the number with which that publisher begins."""
+        """Close all sockets and create the engine's own publisher. Return the first number of the engine's own publisher."""
         batches: list[SequencedPayload] = []
         with suppress(Exception):  # if reading the buffer fails, its batches become a gap
             batches = self._replay_buffer.buffered_batches()

@@ -5,7 +5,7 @@ changes nothing in an engine. The engine's own options set endpoints and buffers
 
 The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events` defines
 the digest. A plugin updates the digest with the cache: it adds the term of each block that enters and subtracts the term of
-each block that leaves. So reading the digest costs nothing. Consumers compare the digest with the blocks that they hold.
+each block that leaves. So reading the digest costs nothing. Consumers compare the digest with their own blocks.
 
 If keys are configured, nothing is published unencrypted: if the settings cannot be used or the publisher of kvevents cannot be
 created, the engine gets its null publisher, because the engine's own event publisher cannot encrypt.
@@ -75,7 +75,7 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
 
 
 def may_configure_keys(environ: Mapping[str, str]) -> bool:
-    """Return whether the settings, valid or not, might configure keys. Return True if their file cannot be read."""
+    """Return whether the settings, valid or not, might configure keys. An unreadable file of settings counts as True."""
     text = environ.get(VARIABLE, "").strip()
     if not text.startswith("{") and text.lower() not in _ON_VALUES | _OFF_VALUES:
         try:
@@ -91,8 +91,8 @@ PUBLISHER_NAME: Final = "zmq"
 
 
 CreatePublisher: TypeAlias = Callable[[EngineSettings, int, dict[str, Any], OwnPublisher | None], EnginePublisher]
-"""Creates the publisher of kvevents for one rank, with the options of the engine's own constructor. If that publisher fails
-later, the engine's own publisher continues the stream. The function may raise any exception."""
+"""Creates the publisher of kvevents for one rank, with the options of the engine's own constructor. If the publisher of
+kvevents fails later, the engine's own publisher continues the stream. The function may raise any exception."""
 
 
 class PublisherConstructor:

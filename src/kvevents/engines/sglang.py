@@ -103,7 +103,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))
 
     def publish(self, events: Any) -> None:
-        """Accept one batch, which contains all events that the tree has queued."""
+        """Accept one batch, which contains all queued events of the tree."""
         super().publish(events)
         digest = self._cache_digest
         if digest is None or self._is_attestation_stopped:

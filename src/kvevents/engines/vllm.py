@@ -44,8 +44,8 @@ logger = engine_logger(_ENGINE)
 _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
 _REPEAT_METHOD_NAME: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
-_FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV cache groups that need all blocks of a prompt. None is the kind in releases before 0.26, which state no kind."""
+_FULL_ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of KV cache groups that need all blocks of a prompt. None is the kind in releases before 0.26, which send no kind."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 
 
@@ -107,7 +107,7 @@ def _create_publisher(
 # --- hooks -------------------------------------------------------------------------------------------------------------------
 
 _new_publisher = threading.local()
-"""`publisher` is the thread's newest publisher. The thread then creates the KVCacheManager of the same scheduler."""
+"""`publisher` is the thread's newest publisher. The same thread then creates the scheduler's KVCacheManager."""
 
 
 def _install_hooks() -> bool:
@@ -224,7 +224,7 @@ def _digest_of(manager: Any) -> int:
 
 
 def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache. Some connectors cannot empty it; none can empty a cache in use."""
+    """Record whether a connector has emptied its cache. Some connectors never can, and none can while the cache is in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)
@@ -275,7 +275,7 @@ def _publish_pending(scheduler: Any, publisher: VllmEventPublisher, further: lis
 
 
 def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish at once that a LoRA is now loaded from another path. No request matches the blocks of the former path any more.
+    """Publish at once that a LoRA is now loaded from another path. Requests no longer match blocks of the former path.
 
     vLLM hashes the path but announces the name. Consumers infer the change from one block that is stored under two hashes.
     """
@@ -302,7 +302,7 @@ def _lora_change_events(manager: Any, lora: Any) -> list[KVEvent]:
     kinds = getattr(manager, "kv_cache_event_metadata", None)
     for group in manager.coordinator.single_type_managers:
         kind = kinds[group.kv_cache_group_id][0] if kinds else None
-        if kind in _FULL_KINDS:
+        if kind in _FULL_ATTENTION_KINDS:
             number, size = group.kv_cache_group_id if _has_groups() else None, group.block_size
             hashes: list[BlockHash] = [secrets.randbits(64), secrets.randbits(64)]
             stores = (

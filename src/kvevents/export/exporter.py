@@ -61,8 +61,8 @@ def export(
     """Write recordings as one data set: the `TABLES`, as Parquet files in a folder. Creates the folder if its parent exists.
 
     If `tokens` is true, the table `events` contains the prompts' token ids, and must be protected like the prompts. The files
-    get their final names when all files are complete; an export that fails leaves no files. Raises `UsageError` if tables exist
-    and `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
+    get their final names when all files are complete. A failed export leaves no files. Raises `UsageError` if tables exist and
+    `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
     """
     folder = Path(folder)
     if not recordings:

@@ -94,7 +94,7 @@ class WorkerCache:
         self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
         self._grouped_placements: set[tuple[str, str | None]] = set()
-        """Tiers and localities for which a store named a group. For these, a second store of a block adds a copy."""
+        """Tiers and localities for which a store named a group. A second store of a block on such a placement adds a copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,

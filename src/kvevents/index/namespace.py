@@ -94,7 +94,7 @@ def tier_of(medium: str | None) -> str:
 
 
 def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
-    """Return for each complete block of a prompt a hash that depends on no other block: `XXH3-64(u32-LE tokens, seed)`.
+    """Return, for each complete block of a prompt, a hash that depends only on this block: `XXH3-64(u32-LE tokens, seed)`.
 
     The seed is 1337, plus `XXH3-64(LoRA name)`, plus `XXH3-64(salt, seed 1)`, modulo 2**64. Hashes of multimodal items in a
     block are appended to its tokens, sorted, as u64-LE. The arguments and errors are those of `block_keys`.

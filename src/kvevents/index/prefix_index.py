@@ -109,7 +109,7 @@ class Counters(Struct, frozen=True):
     duplicates: int
     """Number of batches that were delivered again after they had been applied."""
     void: int
-    """Number of deliveries that belong to earlier incarnations."""
+    """Number of deliveries that were ignored because they belong to earlier incarnations."""
     gaps: int
     """Number of gaps that the subscriber reported."""
 
@@ -120,7 +120,7 @@ class WorkerInfo(Counters, frozen=True):
     source: str
     rank: int
     carried_ranks: list[int]
-    """The other ranks of the source whose batches arrive in this worker's stream. Each carried rank is also a worker."""
+    """The further ranks of the source whose batches arrive in this worker's stream. Each carried rank is also a worker."""
     model: str | None
     incarnation: int
     last_seq: int
@@ -356,7 +356,7 @@ class PrefixIndex(_native.NativeIndex):
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
         """Remove a worker, or all ranks of a source if no rank is given. Returns the number of removed blocks.
 
-        The other ranks that a worker's stream carries are removed with it.
+        If the worker's stream carries the blocks of further ranks, these ranks are removed too.
 
         Until `readmit`, later deliveries of the current incarnation get the status `void`; those of a new one are accepted.
         """
@@ -365,7 +365,7 @@ class PrefixIndex(_native.NativeIndex):
         return self._remove(source, rank)
 
     def readmit(self, source: Worker, rank: int = 0) -> None:
-        """Accept deliveries of a removed worker again, even those of the same incarnation."""
+        """Accept deliveries of a removed worker again, even deliveries of the incarnation in which it was removed."""
         self._admit(*((source, rank) if isinstance(source, str) else source))
 
     def workers(self) -> list[WorkerInfo]:
@@ -419,9 +419,9 @@ class PrefixIndex(_native.NativeIndex):
 
         Returns the added workers, sorted by source and rank, without carried ranks. Other threads can query and apply during
         the call. Other threads find each added worker either with all blocks or not at all. The streams of added workers
-        continue after the sequence numbers in the snapshot: apply none of their deliveries before the call. Workers that were
-        removed from this index are added too. A source without a model in this index gets its model from the snapshot. Blocks
-        above a memory limit are rejected (`evicted`).
+        continue after the sequence numbers in the snapshot: apply none of their deliveries before the call. The snapshot's
+        workers are added even if they were removed from this index before. A source without a model in this index gets its
+        model from the snapshot. Blocks above a memory limit are rejected (`evicted`).
 
         If the call raises `SnapshotError`, it has added nothing. One cause of this error is a worker that the index already
         has: remove that worker first.
@@ -433,7 +433,7 @@ class PrefixIndex(_native.NativeIndex):
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
         """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was routed there.
 
-        The entry counts only in `match(..., overlay=True)`, and only if it is longer than the prefix that the worker holds. An
+        The entry counts only in `match(..., overlay=True)`, and only if it is longer than the worker's own prefix. An
         entry has at most the first 65,536 blocks of the prompt.
         """
         if not ttl > 0:

@@ -1,9 +1,9 @@
 """The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
 
-Theory of operation of the queue. Accepting a batch costs the engine one `deque.append`, because the publisher thread numbers
-the batches as it takes them out. The engine detects every exceptional state (full queue, sleeping thread, closed publisher,
-forked process) by one comparison, `len(queue) >= _limit`. The limit is the capacity while the thread is awake, 0 while the
-thread sleeps, and -1 without a thread. Only in an exceptional state does `publish` take the slow path.
+Theory of operation of the queue. For the engine, accepting a batch costs one `deque.append`: the publisher thread numbers the
+batches when it removes them. The engine detects every exceptional state (full queue, sleeping thread, closed publisher, forked
+process) by one comparison, `len(queue) >= _limit`. The limit is the capacity while the thread is awake, 0 while the thread
+sleeps, and -1 without a thread. Only in an exceptional state does `publish` take the slow path.
 
 A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
 see a gap when a higher number arrives. If no batch follows, the thread sends an empty batch. The slow path takes the lock, and
@@ -197,15 +197,15 @@ class QueuedPublisher(EventPublisher):
         self._encode_failures = 0
         self._send_failures = 0
         self._has_tail_gap = False
-        """Whether the newest number has no batch; consumers see this gap only when a higher number is sent."""
+        """Whether the newest number has no batch. Consumers notice the missing batch only when a higher number is sent."""
 
     def publish(self, events: Any) -> None:
         """Accept one batch and give it the next number. The method never blocks, and raises only after `shutdown()`.
 
         A batch without a rank gets the rank of this publisher. If the queue is full, the batch is dropped and counted; its
         number stays unused, and consumers see a gap. An object that is not a batch also uses a number and leaves a gap. Do not
-        change the batch afterwards: another thread encodes it. In a forked child, and after the publisher thread has ended
-        because its ZeroMQ context was terminated, batches are dropped and counted.
+        change the batch after the call, because another thread encodes the batch. In a forked child, and after the publisher
+        thread has ended because its ZeroMQ context was terminated, batches are dropped and counted.
 
         Raises `ClosedError`, a RuntimeError, after `shutdown()`.
         """

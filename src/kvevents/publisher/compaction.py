@@ -70,7 +70,7 @@ class Compactor:
         self._native.apply_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, is_partial: bool = False) -> None:
-        """Load the payloads that `payloads` returned in another process. Any other payload makes the history unavailable."""
+        """Load payloads that `payloads` returned in another process. Payloads from elsewhere make the history unavailable."""
         for payload in payloads:
             self._native.apply(payload, own=True)
         if is_partial:
@@ -181,7 +181,7 @@ class DigestTracker:
         self._last_seq = seq
 
     def digest(self) -> str | None:
-        """Return the result of `kvevents.index.PrefixIndex.digest` for a consumer that applied the same batches.
+        """Return the digest that `kvevents.index.PrefixIndex.digest` returns for a consumer that has applied the same batches.
 
         Returns None if the native module is not installed.
         """
@@ -215,7 +215,7 @@ _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
 _Group = tuple[int | None, list[KVEvent]]
 """The rank and the events of a part, or of a piece."""
 _CLEAR_EVENTS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
-"""The first events of a snapshot. The second clear empties lower tiers, which the first one might leave unchanged."""
+"""The first events of a snapshot. The second clear empties lower tiers, which the first clear might leave unchanged."""
 _EVENT_TYPES: Final = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 

@@ -256,7 +256,7 @@ class EventServer:
     # --- the end --------------------------------------------------------------------------------------------------------------
 
     def stop_replies(self, deadline: float) -> None:
-        """Accept no more requests; replies in progress may continue until `deadline` (monotonic seconds). Returns at once."""
+        """Stop accepting requests. Replies in progress may continue until `deadline` (monotonic seconds). Returns at once."""
         if self._replay is not None:
             self._replay.stop(deadline)
 

@@ -58,12 +58,12 @@ class BatchDeque(deque[SequencedPayload]):
     """Payload bytes of all batches."""
 
     def add(self, batches: Sequence[SequencedPayload]) -> None:
-        """Append batches with higher numbers."""
+        """Append batches, whose numbers are higher than all earlier numbers."""
         self.extend(batches)
         self.bytes += _payload_bytes(batches)
 
     def popleft_many(self, count: int) -> list[SequencedPayload]:
-        """Remove and return the `count` oldest batches; there must be that many."""
+        """Remove and return the `count` oldest batches; at least `count` batches must exist."""
         batches = [self.popleft() for _ in range(count)]
         self.bytes -= _payload_bytes(batches)
         return batches
@@ -152,10 +152,10 @@ class ReplayBuffer:
         self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS + MAX_RANKS)
         self._snapshot: _Snapshot | None = None
         self._snapshot_failure: str | None = None
-        """Why the last snapshot could not be built; None if it was built."""
+        """Why the last snapshot could not be built; None if the snapshot was built."""
 
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
-        """Add batches and evict the oldest ones. Call this before sending the batches, so that consumers can request them."""
+        """Add batches and evict the oldest ones. Call this before you send the batches, so that consumers can request them."""
         with self._buffer_lock:
             self._batches.add(batches)
             excess = self._count_excess(self._tolerance)
@@ -166,7 +166,7 @@ class ReplayBuffer:
             self._work.set()
 
     def compact_until_stopped(self) -> None:
-        """Evict and compact batches until `stop_compacting`. This is the body of a thread; another thread calls `extend`."""
+        """Evict and compact batches until `stop_compacting`. Run this in its own thread; another thread calls `extend`."""
         self._has_thread = True
         try:
             while not self._is_stopped:
@@ -205,7 +205,8 @@ class ReplayBuffer:
         excess = excess if excess > tolerance else 0
         stats = self._history_stats
         if stats is not None and stats.unavailable_reason is None and batches.bytes > self._settings.max_bytes:
-            # Evict more than needed, so that the next eviction is later; but never the newest batch, whose number replay needs.
+            # Evict more batches than necessary, so that the next eviction is later. Never evict the newest batch: replay needs
+            # its number.
             target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
             sizes = accumulate(batches, lambda size, batch: size - len(batch[1]), initial=batches.bytes)
             excess = max(excess, min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(batches) - 1))
@@ -283,7 +284,7 @@ class ReplayBuffer:
             return prefix + batches
         return batches[-self._steps :] if self._steps else []
 
-    # --- snapshots, which are encoded outside of the inner locks, because 50,000 blocks take a tenth of a second
+    # --- snapshots (encoded outside of the inner locks, because 50,000 blocks take a tenth of a second)
 
     def _snapshot_input(self) -> _SnapshotInput | None:
         compactor, snapshot = self._compactor, self._snapshot
@@ -349,7 +350,7 @@ class ReplayBuffer:
             return None if payloads is None else CompactedHistory(seq, payloads, self._newest_gap is not None)
 
     def history_up_to(self, seq: int) -> tuple[CompactedHistory | None, list[SequencedPayload]] | None:
-        """Return `compacted_history` and the buffered batches up to `seq`; None if a later batch has left the buffer."""
+        """Return `compacted_history` and the buffered batches up to `seq`; None if a batch after it has left the buffer."""
         with self._history_lock:
             if self._last_evicted[0] > seq:
                 return None

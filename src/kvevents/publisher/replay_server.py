@@ -8,8 +8,8 @@ messages are in flight. So a reply is sent at the pace of its consumer and loses
 thread, and never wait for a reply. Only the thread of the server uses the socket.
 
 Frames in flight. ZeroMQ limits the number of messages in the pipe of a consumer, not their size, and does not report which
-messages have left the pipe. But ZeroMQ reports when it no longer needs a frame in our memory: the frame was written to the
-connection, or dropped when the connection ended. So large frames are sent without a copy and counted until that report
+messages have left the pipe. But ZeroMQ reports when it no longer needs a frame in our memory, because the frame was written to
+the connection or was dropped at the connection's end. So large frames are sent without a copy and counted until that report
 (`InFlightFrames`). Small frames are copied, which costs less than counting them, and the limit of messages bounds their number.
 A consumer without large frames in flight gets one message of any size, even if other consumers have not read their messages: a
 slow consumer does not delay the others. pyzmq reports from its own thread, `zmq.utils.garbage`, which starts with the first
@@ -99,7 +99,7 @@ class InFlightFrames:
             self.poll()
 
     def poll(self) -> None:
-        """Stop counting the frames that ZeroMQ no longer holds."""
+        """Subtract the frames that ZeroMQ has released from the counts of frames in flight."""
         for identity in list(self._frames):
             self._poll_consumer(identity)
 

@@ -56,8 +56,8 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum number of requests that are read before the sessions have their turn, so that a flood does not stop replies."""
     yield_delay: Pause = 0.0001
     """Seconds between two turns of sessions, so that other threads get the interpreter lock and other processes get a CPU.
-    Without a pause, the sending thread would take the lock back before a waiting thread wakes, and that thread would wait
-    another 5 ms (`sys.getswitchinterval`). With this delay a full buffer of 10,000 batches takes 0.1 s."""
+    Without a pause, the sending thread would take the lock back before a waiting thread wakes; the waiting thread would then
+    wait for further 5 ms (`sys.getswitchinterval`). With this delay a full buffer of 10,000 batches takes 0.1 s."""
     retry_delay: Seconds = 0.001
     """Seconds to wait while the pipes of all consumers are full. The delay doubles with each turn in which nothing was sent."""
     max_retry_delay: Seconds = 0.008
@@ -72,7 +72,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     large_frame_bytes: Bytes = 16 * 1024
     """Minimum size in bytes of a frame that is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
     in_flight_bytes: Bytes = 4 * 1024 * 1024
-    """Maximum bytes of large frames in flight to one consumer. A single larger frame is sent if no other is in flight."""
+    """Maximum bytes of large frames in flight to one consumer. A single larger frame is sent if no other frame is in flight."""
     total_in_flight_bytes: Bytes = 64 * 1024 * 1024
     """If more bytes of large frames are in flight to all consumers, each consumer gets only one large frame at a time."""
     in_flight_poll_interval: Seconds = 0.002
@@ -104,7 +104,7 @@ class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fiel
     loss_quiet_time: Seconds = 10.0
     """Seconds without a further dropped batch after which a series of drops counts as over."""
     log_interval: Seconds = 10.0
-    """Seconds between two log records about exceptions of the same part."""
+    """Minimum number of seconds between two log records about exceptions of the same part."""
     reconnect_delay: Seconds = 5.0
     """Seconds after a disconnect until a connecting event socket connects again, if libzmq does not reconnect it."""
     peer_timeout: Seconds = 5.0

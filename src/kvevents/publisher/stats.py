@@ -22,7 +22,7 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of replies in progress."""
     finished: int = 0
     abandoned: int = 0
-    """Number of replies that were given up because the consumer read nothing or too slowly, or because of a shutdown."""
+    """Number of replies that the server gave up because the consumer read nothing or too slowly, or because of a shutdown."""
     disconnected: int = 0
     """Number of replies that ended because the consumer disconnected."""
     malformed: int = 0
@@ -47,8 +47,8 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     """Whether any number was skipped since the stream was last cleared. A skipped number is a gap in the snapshot."""
     unavailable_reason: str | None = None
-    """Why a snapshot cannot be built; None if it can be built. Most reasons end when the stream is cleared. After `failed: ...`
-    compaction is switched off until the process restarts."""
+    """Why a snapshot cannot be built; None if the snapshot can be built. Most reasons end when the stream is cleared. After
+    `failed: ...` compaction is switched off until the process restarts."""
 
 
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):

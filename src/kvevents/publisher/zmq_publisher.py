@@ -112,7 +112,7 @@ class ZmqEventPublisher(QueuedPublisher):
     """Whether two ranks may use the same port; the engines allow this, because ranks can run on different nodes."""
     _published_count = _heartbeats = 0
     _history_problem: str | None = None
-    """Why the snapshot of older history was unavailable at the last check; None if it was available."""
+    """Why the snapshot of older history was unavailable at the last check; None if the snapshot was available."""
     _last_encode_failure = ""
     _deadline: float | None = None
     _report: ShutdownReport | None = None
@@ -146,7 +146,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._binds = should_bind(endpoint) if bind is None else bind
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds
-        """True while no consumer has subscribed to a connecting publisher, and this has not been logged."""
+        """True for a connecting publisher until a consumer has subscribed or the missing subscription was logged."""
         collision = port_collision(endpoint, replay_endpoint, data_parallel_rank)
         if collision is not None and self._binds and not self._may_collide:
             raise ConfigError(collision)

@@ -46,7 +46,7 @@ _OWNERSHIP_PREFIX: Final = b"\xc1aside"
 
 @build_decoder_now
 class RelayCheckpoint(msgspec.Struct, frozen=True):
-    """How far the upstreams were followed, and the state that a later process needs to continue."""
+    """Positions of the upstreams, and the state that a later process needs to continue."""
 
     fingerprint: str
     """`RelaySettings.fingerprint`; a relay with a different fingerprint sends a different stream."""
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self.checkpoints = list(checkpoints)
         """The checkpoints that were written most recently, by ordinal of the upstream."""
         self._written_number = -1
-        """Value of `next_number` at the newest call of `take`."""
+        """Value of `next_number` at the newest call of `store_checkpoints`."""
         self._written_at = self._snapshot_tried_at = -math.inf
         self._degraded_reasons: list[frozenset[DegradedReason]] = []
         """Degraded reasons of the upstreams at the newest checkpoint."""
@@ -125,14 +125,14 @@ class CheckpointWriter:
         is_due = has_news and now >= self._written_at + self._limits.checkpoint_interval
         if is_due or [status.degraded_reasons for status in statuses] != self._degraded_reasons:
             self._written_at = now
-            self.take(statuses)
+            self.store_checkpoints(statuses)
         journal.tick(now)
         if journal.wants_snapshot and now >= self._snapshot_tried_at + self._limits.snapshot_retry_interval:
             self._snapshot_tried_at = now
             self._write_snapshot(journal, statuses)
 
-    def take(self, statuses: Sequence[StreamStatus]) -> None:
-        """Take the checkpoints of the upstreams and write them. Call it when all received batches have been sent."""
+    def store_checkpoints(self, statuses: Sequence[StreamStatus]) -> None:
+        """Store the upstreams' checkpoints and write them. Call this when all received batches have been sent."""
         self._written_number = self._sequencer.next_number
         self._degraded_reasons = [status.degraded_reasons for status in statuses]
         self.checkpoints = self._upstreams.checkpoints()
@@ -166,7 +166,7 @@ class CheckpointWriter:
         ownership = [Ownership(last), *(Ownership(last, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
         parts = [] if history is None else list(history.payloads)
         parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
-        self.take(statuses)  # the batches in `tail` do not name their upstreams, so the checkpoints must cover them
+        self.store_checkpoints(statuses)  # the checkpoints must cover the batches in `tail`, which do not name their upstreams
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.is_partial)
 
 

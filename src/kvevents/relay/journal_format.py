@@ -10,9 +10,10 @@
 All integers are little-endian. Each CRC continues from the CRC of the previous frame, or of the header. So a missing, moved or
 foreign frame is detected like a flipped bit.
 
-Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. It is written after the frames, and
-before they are acknowledged. If fewer bytes exist or any is invalid, the file is damaged. Further bytes belong to a write that
-was not acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
+Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. The committed size is written after
+the frames, and before the frames are acknowledged. If fewer bytes exist or any is invalid, the file is damaged. Further bytes
+belong to a write that was not acknowledged, and are ignored. The state says whether `committed` covers everything that was
+sent:
 
 - OPEN while the log is written,
 - CLOSED after an orderly end,
@@ -350,6 +351,6 @@ def write_snapshot(
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation of a complete or incomplete file of a journal; None for any other file."""
+    """Return the generation of a complete or incomplete file of a journal; None if the file is not a file of a journal."""
     stem, _, kind = name.removesuffix(TEMPORARY_SUFFIX).partition(".")
     return int(stem) if stem.isdecimal() and kind in SUFFIXES.values() else None

@@ -19,7 +19,7 @@ class RecoveredJournal:
     headers: list[Header] = field(default_factory=list)
     """The files of the newest incarnation: the snapshot if one exists, then the logs."""
     incarnation: int | None = None
-    """The relay's newest incarnation in any file; None without files."""
+    """The relay's newest incarnation in any file; None if the folder has no files of a journal."""
     next_number: int = 0
     snapshot_number: int = -1
     """The last number that `parts` cover; -1 if the journal has no snapshot with a state."""

@@ -27,7 +27,8 @@ from kvevents.wire.dialects import DECLARED_DIALECT, Dialect, detect_dialect, di
 
 UNKNOWN_FORM: Final = ""
 MAX_SAMPLED_PAYLOADS: Final = 64
-"""Number of payloads from which the form is detected. They suffice: half of all unsigned hashes exceed the signed range."""
+"""Number of payloads from which the form is detected. This number suffices: half of all unsigned hashes exceed the signed
+range."""
 
 _DIALECTS_BY_FORM: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
@@ -66,7 +67,7 @@ class DialectEncoder:
             self._set_form(form)
 
     def observe(self, payloads: Sequence[bytes]) -> None:
-        """Detect the form from payloads that are about to be sent, of which the first `MAX_SAMPLED_PAYLOADS` are examined."""
+        """Detect the form from the first `MAX_SAMPLED_PAYLOADS` payloads, before they are sent."""
         if self._is_fixed:
             return
         self._newest = payloads[-1]
@@ -147,14 +148,14 @@ def loses_events(report: BatchReport) -> bool:
 OWN_UPSTREAM: Final = 65_535
 """The upstream that the journal records for batches that the relay itself creates: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
-"""This number plus the ordinal of an upstream marks batches that the relay itself creates to remove the upstream's blocks."""
+"""Added to the ordinal of an upstream, this number marks batches in which the relay itself removes the upstream's blocks."""
 _MAX_REASON_CHARACTERS: Final = 1_000
 """Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
 
 
 class IndexedStream:
-    """One stream of an index. Payloads are numbered when they are applied."""
+    """One stream of an index. `apply` numbers the payloads."""
 
     def __init__(self, index: PrefixIndex, name: str) -> None:
         self._index: Final = index
@@ -163,7 +164,7 @@ class IndexedStream:
         self._seq = 0
 
     def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Apply the next payloads. Map the position of each payload that had findings or was not applied to its outcome."""
+        """Apply the next payloads. Return the results of those that had findings or were not applied, by position."""
         first = self._seq
         self._seq += len(payloads)
         return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
@@ -290,7 +291,8 @@ class OutputSequencer:
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Remove the heartbeat from a payload and send the payload; skip a number before it if events are missing."""
         if loses_events(report):
-            # The number is skipped first: a relay that is killed between both steps skips one more number, but hides no loss.
+            # The number is skipped first: a relay that is killed between the two steps skips a second number, but hides no
+            # loss.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:
@@ -323,7 +325,7 @@ class HeartbeatSchedule:
     """Sends heartbeats periodically, when trust changes, and before the newest heartbeat leaves the replay buffer.
 
     `heartbeat` is the period that each heartbeat announces. `trust_interval` is the minimum time between two heartbeats if
-    trust has risen or its reason has changed. Both periods are in seconds.
+    trust has risen or its reason has changed. Both arguments are in seconds.
     """
 
     def __init__(

@@ -13,17 +13,17 @@ consumer that starts late receives first.
 - A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even a consumer that does not
   know relays. For several gaps that are received together, the relay skips only one number, because each skipped number makes
   every consumer request the whole replay buffer twice. If a clear is sent in between, a later gap skips another number.
-- An *attestation* of an engine's own cache is compared with the blocks that the relay has sent. The relay forwards it in a
-  heartbeat after the batches that it attests, so that consumers can compare it with their blocks. A stream of several upstreams
-  has no attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with
-  the reason, and then the reset.
+- An *attestation* of an engine's own cache is compared with the blocks that the relay has sent. The relay forwards the
+  attestation in a heartbeat after the attested batches, so that consumers can compare it with their blocks. A stream of several
+  upstreams has no attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive
+  DEGRADED with the reason, and then the reset.
 - A *heartbeat* states the relay's trust. The replay buffer always has a heartbeat. So a consumer that starts late receives the
   trust in the reply to its first replay request, although the snapshot of older batches has no trust.
 - The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
   the same incarnation, and receives the missed batches. If the upstream has another incarnation, a reset follows.
 
 A relay can be killed between any two steps, and the next process knows only what was written. So each step is written before
-the steps that depend on it. A reset is written before its removals, so that a restarted relay does not continue with the
+the steps that depend on the step. A reset is written before its removals, so that a restarted relay does not continue with the
 upstream's old incarnation. A gap's degraded reason is written before the batches that follow the gap. In the other order, a
 killed relay would count these batches as forwarded, and forget the loss.
 
@@ -174,7 +174,7 @@ class Relay(Closeable):
             # Consumers that were connected before the restart must not consider their state complete.
             self._heartbeats.send_if_due(self.trust())
         else:
-            self._checkpoints.take(self._statuses)
+            self._checkpoints.store_checkpoints(self._statuses)
         log.info("relaying to %s: %s", self.endpoint, restored.reason)
 
     def _open_journal(self, disk: Disk | None) -> Journal | None:
@@ -295,7 +295,7 @@ class Relay(Closeable):
         self._sequencer.send_events(clear_of_all_tiers())
         ranks = {source.rank for source in self.settings.upstreams}
         if len(ranks) > 1:
-            # These empty batches make consumers distinguish the ranks from the first batch on.
+            # The empty batches make consumers distinguish the ranks from the first batch on.
             for rank in sorted(ranks):
                 self._sequencer.send_events([BlockRemoved([])], rank)
 
@@ -399,7 +399,7 @@ class Relay(Closeable):
             return
         self._closed = True
         if not self._is_interrupted:
-            self._checkpoints.take(self._statuses)
+            self._checkpoints.store_checkpoints(self._statuses)
         self._upstreams.subscriber.close()
         self._event_server.close(self.limits.close_timeout)
         if self._journal is not None:

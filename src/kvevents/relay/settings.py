@@ -34,7 +34,8 @@ class RelayLimits:
     close_timeout: float = 2.0
     """Maximum time for which `close` waits until consumers have received what was sent."""
     max_upstream_blocks: int = 8_000_000
-    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; no engine holds more."""
+    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; engines hold fewer
+    blocks."""
     max_payload_bytes: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     """Maximum size of a payload that consumers accept."""
     stream: StreamLimits = DEFAULT_STREAM_LIMITS
@@ -87,7 +88,7 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     """One relay with its upstreams. Raises `ConfigError` for values that cannot work."""
 
     upstreams: tuple[Source, ...]
-    """One stream to relay, or several that become one: tiers of a worker, or ranks of an engine."""
+    """One stream to relay, or several streams that become one stream: tiers of a worker, or ranks of an engine."""
 
     def __post_init__(self) -> None:
         RelayOptions.__post_init__(self)

@@ -135,14 +135,15 @@ class Transform:
         payloads, report = self._transform_batch(batch)
         report = replace(report, digest_matches=agrees)
         if loses_events(report):
-            # The number is skipped first: a relay that is killed between both steps skips one more number, but hides no loss.
+            # The number is skipped first: a relay that is killed between the two steps skips a second number, but hides no
+            # loss.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
             self._report(batch, replace(report, attestation_matches=self._matches_attestation(report.heartbeat)))
 
     def _matches_attestation(self, heartbeat: Heartbeat | None) -> bool | None:
-        """Return whether the blocks that were sent for the upstream match its attestation; None if that is unknown."""
+        """Return whether the blocks that were sent for the upstream match its attestation; None if the result is unknown."""
         if heartbeat is None or heartbeat.attestation is None or self._omits_blocks:
             return None
         if not self._is_shared:
@@ -326,7 +327,8 @@ def redact_prompt(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
         return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
-    # The tier and the group of a clear are unknown fields. They stay, because without them consumers would clear more blocks.
+    # The tier and the group of a clear are unknown fields. These fields stay, because without them consumers would clear more
+    # blocks.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
     return replace(event, unknown_fields=scope or None)
 

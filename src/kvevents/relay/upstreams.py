@@ -106,7 +106,7 @@ class Upstreams:
         return sorted(self.subscriber.statuses(), key=lambda status: self.ordinals[status.source, status.rank])
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoint of each upstream, by ordinal. Call it when all received deliveries have been sent."""
+        """Return the checkpoint of each upstream, by ordinal. Call this when all received deliveries have been sent."""
         return sorted(self.subscriber.checkpoints(), key=lambda checkpoint: self.ordinals[checkpoint.source, checkpoint.rank])
 
     def _skip_forwarded(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
@@ -134,7 +134,7 @@ class Upstreams:
             return True
         if isinstance(delivery, RawBatch) and (delivery.incarnation, delivery.seq) <= newest:
             return False
-        # Deliveries are in order, so all later deliveries are new.
+        # The deliveries are in order, so all deliveries after this one are new.
         del self._forwarded[ordinal]
         return True
 
@@ -169,7 +169,7 @@ def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoin
     """Return the checkpoint to resume from; `position` is the newest position of the upstream in the journal.
 
     If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not show which batches were sent.
-    In that case the upstream is followed from its start, with a `Reset`.
+    Then the upstream is followed from its start, with a `Reset`.
     """
     if position is None or position[0] == checkpoint.incarnation:
         return checkpoint
@@ -275,7 +275,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
     def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies of a placement as uncertain. Events that store and remove one more copy mark them at consumers."""
+        """Mark all copies of a placement as uncertain. Events that store and remove a further copy do so at consumers."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             chunk = hashes[start : start + limit]

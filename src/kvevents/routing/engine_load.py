@@ -34,7 +34,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, g
     rank: int | None = None
     """Data-parallel rank, as the engine numbers it; for display only."""
     waiting_uncached_tokens: _Count | None = None
-    """Number of prompt tokens that waiting requests must compute; None if the engine, such as vLLM, does not report it."""
+    """Number of prompt tokens that waiting requests must compute; None if the engine does not report the number (vLLM)."""
     total_tokens: _Count = 0
     """Number of tokens in use plus tokens of waiting requests."""
     max_running: _Count = 0

@@ -283,7 +283,7 @@ class LoadReading(Struct, frozen=True):
     """The newest load of one rank, and counters of its messages."""
 
     load: EngineLoad | None
-    """The newest load; None if no load has arrived, or if it is older than `max_age_seconds`."""
+    """The newest load; None if no load has arrived, or if the newest load is older than `max_age_seconds`."""
     age: float | None
     """Seconds since the newest load has arrived; None before the first load."""
     received: int
@@ -332,7 +332,7 @@ class RankLoad:
         self.fault = fault
 
     def load(self, now: float, max_age: float) -> EngineLoad | None:
-        """Return the newest load; None if none has arrived, or if it is older than `max_age` seconds."""
+        """Return the newest load; None if no load has arrived, or if the newest load is older than `max_age` seconds."""
         newest = self._newest
         return None if newest is None or now - newest[1] > max_age else newest[0]
 

@@ -40,7 +40,7 @@ _DEFAULT_SETTINGS: Final = LoadSettings()
 
 
 class _LoadStream(RankLoad):
-    """The load stream of one engine. Only the subscriber's thread changes this object."""
+    """The load stream of one engine. Only the subscriber's thread changes its fields."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class LoadSubscriber(Closeable):
             self._run_in_thread(self._end_reading, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
-        """Return the newest load of `worker`; None if it is older than `max_age_seconds`, or none arrived."""
+        """Return the newest load of `worker`; None if no load has arrived in the last `max_age_seconds`."""
         readings = self._readings.get(worker)
         return None if readings is None else readings.load(time.monotonic(), self._settings.max_age_seconds)
 

@@ -130,11 +130,11 @@ class LeastLoadedSettings:
     """Settings of `LeastLoaded`."""
 
     by: str = "tokens"
-    """What to compare: `tokens` (waiting prompt tokens, plus 256 for each request after its first token), or `requests` in
+    """The load to compare: `tokens` (waiting prompt tokens, plus 256 for each request after its first token), or `requests` in
     flight. Tokens distinguish prompts of a hundred tokens from prompts of a hundred thousand."""
     sample: int = 0
-    """Compare only this many random workers; 0 compares all. With 2 ("the power of two choices"), routers that do not know each
-    other's requests do not all choose the same worker."""
+    """Number of random workers to compare; 0 compares all workers. With 2 ("the power of two choices"), routers that do not
+    know each other's requests do not all choose the same worker."""
 
     def __post_init__(self) -> None:
         check_name("by", self.by, MEASURES)
@@ -309,7 +309,7 @@ class PrefixAware:
         )
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the candidate with the lowest score; among equal scores, the one that must compute less; then by `tie`."""
+        """Choose the lowest score; of equal scores, the candidate with fewer tokens to compute; then choose by `tie`."""
         sampled = self._sample(candidates)
         loads = [one.load for one in sampled]
         scores, best = self._scorer.weigh(

@@ -70,7 +70,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
 
     candidate: Candidate
     score: float
-    """Lower is better."""
+    """A lower score is better."""
     uncached: float
     """Share of the prompt that the worker would have to compute, 0 to 1, after weights of tiers and trust."""
     load: float

@@ -22,11 +22,11 @@ from kvevents.stream import Trust
 MAX_IN_FLIGHT: Final = 65_536
 """Default limit of requests in flight: four times 64 workers with 256 requests each. A request takes about 250 bytes."""
 EXPIRY_SECONDS: Final = 300.0
-"""Default number of seconds after which a request counts as finished although its end was not reported."""
+"""Default number of seconds after which a request counts as finished although no caller has reported its end."""
 HALF_LIFE_SECONDS: Final = 10.0
 """Half-life, in seconds, of the initial load of a new worker."""
 MAX_HALVINGS: Final = 16
-"""Number of halvings after which the initial load no longer counts."""
+"""Number of halvings after which the initial load of a new worker is ignored."""
 
 
 class _WorkerLoad:
@@ -93,7 +93,7 @@ class NoWorkerError(UsageError):
 
 
 class Decision(Struct, frozen=True):
-    """The worker chosen for a prompt, and the reason. `explain` computes the explanation only when it is called."""
+    """The worker chosen for a prompt, and the reason. The explanation is computed only when `explain` is called."""
 
     policy: str
     """Name of the policy."""
@@ -181,9 +181,9 @@ class Router:
 
     - `index` is needed by policies that use it. The caller keeps the index up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
-      default: EXACT. `trust` must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED.
-      With any policy a STALE worker is chosen only if all workers are STALE, and a CONNECTING worker only if no worker has a
-      connection.
+      default: EXACT. `trust` must not call the router. The blocks that an EXACT worker holds on its `inexact_tiers` count as
+      DEGRADED. With any policy a STALE worker is chosen only if all workers are STALE, and a CONNECTING worker only if no
+      worker has a connection.
     - `engine_load` returns the newest load of a worker, or None if the load is unknown or too old (`LoadSubscriber.load`).
       `engine_load` must not call the router, and must return the same object until the engine reports again. A report replaces
       the router's own count, because the report includes the requests of other routers and excludes requests that ended
@@ -192,8 +192,8 @@ class Router:
       `DECODING_WEIGHT` tokens if no request waits.
     - With `overlay_seconds` above 0 and a policy that uses the index, a prompt counts as cached by the chosen worker for
       `overlay_seconds`, or until events confirm it.
-    - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as
-      finished `expiry_seconds` after it was routed, since callers may forget `finish`, which `request` always calls.
+    - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. A request also counts as
+      finished when `expiry_seconds` have passed since its routing, because a caller might never call `finish`.
     - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE_SECONDS`.
     - Without `whole_prompt` the last token of a prompt is not looked up, since engines recompute it with its block.
 
@@ -233,7 +233,7 @@ class Router:
         self.evicted = 0
         """Number of requests that counted as finished because of `max_in_flight`, usually because a caller omits `finish`."""
         self.expired = 0
-        """Number of requests that counted as finished `expiry_seconds` after they were routed."""
+        """Number of requests whose end was not reported within `expiry_seconds`, so that they counted as finished."""
 
     # --- workers
 
@@ -371,7 +371,7 @@ class Router:
             self.finish(key)
 
     def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], int]]:
-        """Return the numbers of tokens that each worker holds: on any tiers, by tier, and how many of them might be gone."""
+        """Return the number of tokens that each worker holds: in total, by tier, and the number that might be gone."""
         if self._index is None:
             return {}
         max_tokens = length if self._whole_prompt else max(length - 1, 0)

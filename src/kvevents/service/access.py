@@ -129,7 +129,7 @@ _HOST_PATTERN: Final = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", r
 
 
 def address_of(host: str) -> Address | None:
-    """Return `host` parsed as an IP address; None if it is a name."""
+    """Return `host` parsed as an IP address; None if the host is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -46,7 +46,7 @@ class CertificateFiles:
         self._reload: Final = reload
         self._loaded_stamps = self._newest_stamps = self._read_stamps()
         self.fault: str | None = None
-        """Why the newest files cannot be used; None if the server uses them."""
+        """Why the newest files cannot be used; None if the server uses the newest files."""
 
     async def watch(self) -> None:
         """Call `check` every `CHECK_SECONDS` until cancelled."""

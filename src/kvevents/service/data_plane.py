@@ -157,7 +157,7 @@ class DataPlane:
                 workers[row] = _describe_worker(member)
             elif row is not None:
                 removed.append(row)
-                self._free_rows.append(row)  # The same change can reuse the row: removals precede additions.
+                self._free_rows.append(row)  # Removals precede additions, because one change can free a row and use it again.
         return {
             "has_failed": fleet.failure is not None,
             "removed": removed,

@@ -72,7 +72,7 @@ def endpoints_of(registration: Registration) -> list[str]:
 
 
 def load_target(load: str) -> str:
-    """Return the endpoint from which a load is read: `load` itself, or if `load` is a URL the TCP endpoint of its server."""
+    """Return the endpoint from which a load is read: `load` itself or, if `load` is a URL, the TCP endpoint of the server."""
     if not is_load_url(load):
         return load
     parts = urlsplit(load)

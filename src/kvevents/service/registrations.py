@@ -62,9 +62,10 @@ class Registrations(Struct, eq=False, kw_only=True):
     owner_of: Callable[[StreamKey], str | None]
     """Returns the name of the discovery provider that has found a rank; None if no provider has found it."""
     resume: Callable[[StreamKey], Checkpoint | None]
-    """Returns the checkpoint from which the stream of a rank continues; None without a checkpoint."""
+    """Function that returns the checkpoint from which the stream of a rank continues; None without a checkpoint."""
     report_fault: Callable[[str], None]
-    """Called after each write, with a sentence that says why the write failed; with an empty text if it succeeded."""
+    """Function that is called after each write: with the reason for a failure as a sentence, or with an empty text after a
+    success."""
     were_saved: bool = False
     """Whether the file had registrations by clients (not only drained ranks) when the service started."""
     ended_leases: int = 0

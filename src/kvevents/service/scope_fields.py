@@ -22,7 +22,7 @@ from kvevents.service.fleet.registration import Scope, StreamKey
 class Scopes:
     """The streams of each scope.
 
-    Any thread may read this object. A thread that changes this object holds the fleet's lock.
+    Any thread may read a `Scopes` object. A thread that changes it must hold the fleet's lock.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ MAX_COMPARED_CHARACTERS: Final = 40
 
 def model_of(request: Any) -> str:
     """Return the name of the model. Raises `ServiceError` if it is missing."""
-    model = pick(request, MODEL)
+    model = read_value(request, MODEL)
     if not model:
         hint = f"for its names see {page_link('guides/service#scope-and-namespace')}"
         raise ServiceError("model_name (or model) is missing", "missing-model", hint, status=422)
@@ -80,17 +80,17 @@ def model_of(request: Any) -> str:
 
 def scope_of(request: Any) -> Scope:
     """Return the scope of the prompts of a request. An empty LoRA or salt counts as missing. Raises `ServiceError`."""
-    lora = pick(request, LORA)
-    return Scope(model_of(request), *owner_of(request), request.lora_id if lora is None else lora, pick(request, SALT))
+    lora = read_value(request, LORA)
+    return Scope(model_of(request), *owner_of(request), request.lora_id if lora is None else lora, read_value(request, SALT))
 
 
 def owner_of(request: Any) -> tuple[str, str]:
     """Return the tenant and the routing group of a request; `DEFAULT_GROUP` for each that is missing."""
-    tenant, group = pick(request, TENANT), pick(request, GROUP)
+    tenant, group = read_value(request, TENANT), read_value(request, GROUP)
     return DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group
 
 
-def pick(request: Any, names: tuple[str, ...]) -> str | None:
+def read_value(request: Any, names: tuple[str, ...]) -> str | None:
     """Return the value that a request has under `names`; None without a value. Raises `RefusedError` for different values.
 
     An empty LoRA or salt means no value; an empty tenant, group or model is a value.
@@ -119,7 +119,7 @@ def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[s
 
 
 def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
-    """Return the scope field to which an unknown name is similar; None without similarity."""
+    """Return the scope field to which an unknown name is similar; None if no field is similar."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED_CHARACTERS else name.lower()
     for word, field in _FIELDS_BY_WORD.items():
         if word in letters:

@@ -66,7 +66,7 @@ class SelectionCache:
                 self._remove(oldest)
 
     def get(self, scope: Scope, name: str) -> PendingSelection | None:
-        """Return a selection; None if it is missing or too old."""
+        """Return a selection; None if the selection is missing or too old."""
         with self._lock:
             entry = self._entries.get(_key_of(scope, name))
             return None if entry is None or self._clock() - entry[0] > MAX_AGE_SECONDS else entry[1]

@@ -220,7 +220,7 @@ class Service:
 
     @property
     def snapshot_fault(self) -> str | None:
-        """Why the snapshot or the registrations could not be written; None if both were written."""
+        """Why the snapshot or the registrations could not be written; None if both files were written."""
         return next(filter(None, self._save_faults.values()), None)
 
     # --- answers

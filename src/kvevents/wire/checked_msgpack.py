@@ -63,7 +63,7 @@ the limit, one corrupt frame (2**63) would make every later number of the stream
 MAX_RAW_BYTES: Final = 256
 """Maximum number of bytes of the rejected input that a record holds, for diagnosis."""
 _MAX_DETAIL_CHARACTERS: Final = 256
-"""Maximum number of characters of `Rejected.detail`, parts of which a peer can choose."""
+"""Maximum number of characters of `Rejected.detail`. The limit is needed because a peer can choose parts of the text."""
 
 
 class Rejected(msgspec.Struct, frozen=True):

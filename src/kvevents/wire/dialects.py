@@ -89,7 +89,7 @@ _V0_17: Final = _next(_V0_14, "0.17.0", "extra_keys")
 _V0_20: Final = _next(_V0_17, "0.20.0", "group_idx", removed="group_idx")
 _V0_22: Final = _next(_V0_20, "0.22.0", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 _OPTIONAL_FIELDS: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
-# One unreleased commit between 0.23 and 0.24 sent the batch itself as a map, and nightly images contain this commit.
+# An unreleased commit between 0.23 and 0.24 sent the batch itself as a map, and nightly images contain this commit.
 _V_MAP_BATCH: Final = _next(_V0_22, "main@0181ea3173e5", batch_form="map", event_form="map", optional_fields=_OPTIONAL_FIELDS)
 _V0_24: Final = _next(_V_MAP_BATCH, "0.24.0", batch_form="array")
 _V0_26: Final = _next(_V0_24, "0.26.0", "locality", removed="locality", has_replay_topic=True)

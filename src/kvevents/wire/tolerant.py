@@ -45,7 +45,7 @@ _MAX_DIGITS: Final = 20
 _MIN_EVENT_BYTES: Final = 14
 """One byte less than the shortest event, which is the array form of a removal without blocks."""
 _MAX_FAST_EVENT_BYTES: Final = 4_096
-"""Size up to which an event is given to the fast decoder, which does not check lengths before it allocates."""
+"""Maximum size of an event for the fast decoder, which does not check lengths before it allocates."""
 _FAST_STEPS: Final = 2
 _SLOW_STEPS: Final = 10
 _HASH_MASK: Final = (1 << 64) - 1
@@ -457,7 +457,7 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
 
 
 def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
-    """Return the token ids of tokens, some of which are not integers."""
+    """Return the token ids of a list in which some tokens are not integers."""
     if {*map(type, values)} == {str}:
         budget.take_steps(len(values) // 8)
         digits = "".join(values)

@@ -2,7 +2,7 @@
 
 A message has three frames, and one pyzmq call per frame costs several times as much as libzmq itself. So the native module
 calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. The module handles only messages that can be
-transferred without waiting, and leaves all other cases to pyzmq, which raises the proper exception.
+transferred without waiting, and leaves all other messages to pyzmq, which raises the proper exception.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
     libzmq reconnects after most failures and reports this to its monitor. But libzmq does not reconnect after a peer has
-    violated the protocol (another socket type, other keys). `poll` then reconnects, because a consumer may use that address
+    violated the protocol (wrong socket type, wrong keys). `poll` then reconnects, because a consumer may use that address
     later.
     """
 

@@ -104,12 +104,12 @@ class KeyAllowList:
 
 
 class SocketSecurity:
-    """The keys of one end, and its allow-list if it has one. Close this object after the sockets of that end."""
+    """The CURVE keys, and the allow-list if there is one, for sockets of this process. Close the sockets before this object."""
 
     def __init__(self, curve: Curve, label: str, settings: SecuritySettings) -> None:
         """Raises `ConfigError` if the allow-list cannot be used."""
         self.refusals = 0
-        """Number of connections that were refused because their key is not allowed."""
+        """Number of connections that were refused because the client's key is not allowed."""
         self.domain = f"kvevents-{next(_domain_numbers)}"
         self.allow_list = None if curve.allowed is None else KeyAllowList(curve.allowed, settings)
         self._settings = settings

@@ -134,7 +134,7 @@ class DnsTarget(NamedTuple):
     """`tcp` for the events of an engine, `http` or `https` for a server that describes an engine."""
     host: str
     port: int | None
-    """Port of the server; None if the SRV record has the port."""
+    """Port of the server; None if the SRV record contains the port."""
 
     @classmethod
     def parse(cls, text: str) -> Self:

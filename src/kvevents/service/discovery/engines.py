@@ -71,7 +71,7 @@ class EngineInfo(Struct):
     has_metrics: bool = False
     """Whether the server has metrics about its load by default, as vLLM's server does."""
     off_reason: str | None = None
-    """Why the engine publishes no events, as a sentence without its subject; None if it publishes events."""
+    """Why the engine publishes no events, as a sentence without its subject; None if the engine publishes events."""
 
 
 @build_decoder_now
@@ -255,7 +255,7 @@ class EngineHttpClient(Struct, frozen=True):
     """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> "Answer":
-        """Return the answer. Follow redirects, but to another host or port only if `other_hosts`. Raises `EngineQueryError`."""
+        """Return the answer. Follow redirects; to a different host or port only if `other_hosts`. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
@@ -353,11 +353,11 @@ class EngineProvider(Struct, frozen=True):
     instance: str | None = None
     """Name of the engine for routers; default: host and port of the URL."""
     interval: float = 15.0
-    """Seconds between two queries to an engine that answers. A change of the engine's ports is noticed after this time."""
+    """Seconds between two queries to an engine that answers. A change of the engine's ports is noticed within this time."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = SYSTEM_CLOCK
     declaration: Declaration | None = None
-    """What the pod declares, for an engine that does not describe itself, or that requires a key; None without a pod."""
+    """The declarations of the pod, for an engine that does not describe itself or requires a key; None without a pod."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)

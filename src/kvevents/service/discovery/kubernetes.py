@@ -34,7 +34,7 @@ MAX_FAULTS: Final = 16
 
 
 class _PodReading(NamedTuple):
-    """What was read from one version of a pod."""
+    """The data that was read from one version of a pod."""
 
     pod: Pod
     pool: InferencePool | None = None

@@ -1,8 +1,8 @@
 """The common interface of discovery providers, and the settings of the engines that they find.
 
 A provider is one way to find engines. To add a provider, write a module with a class that has a name, and a method `watch()`
-that yields findings. A finding contains registrations (`Template.registrations` makes the registrations of an engine). It can
-also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs them, too.
+that yields findings. A finding contains registrations (`Template.registrations` makes the registrations of an engine). A
+finding can also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs them, too.
 
 The settings are `[[sources]]` tables, and templates for all engines with the same DNS name.
 """

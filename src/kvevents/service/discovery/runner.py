@@ -24,7 +24,7 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 RECONCILE_SECONDS: Final = 2.0
-"""Seconds without a new finding after which the service again tries to follow found engines whose registration failed."""
+"""Seconds without a new finding after which the service retries the failed registrations of found engines."""
 SETTLE_SECONDS: Final = 0.05
 """Delay in seconds from a new finding to the report, so that the answers of a thousand engines are reported together."""
 
@@ -269,7 +269,7 @@ class EngineDiscovery:
         return not self._merged.waiting_providers
 
     def owner_of(self, key: StreamKey) -> str | None:
-        """Return the name of the provider that has found a rank; None if no provider has found it."""
+        """Return the name of the provider that has found a rank; None if no provider has found the registration."""
         return self._merged.origins.get(key)
 
     def provider_faults(self) -> list[str]:

@@ -16,7 +16,7 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_EVENTS: Final = 1_024
-"""Number of events stored for clients that are slow or reconnect. Of older events, a client receives only the number."""
+"""Number of events stored for clients that are slow or reconnect. For older events, a client receives only their number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):

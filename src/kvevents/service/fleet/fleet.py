@@ -40,11 +40,14 @@ TRUST_UPDATE_SECONDS: Final = 0.1
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause in seconds between two refreshes. They read blocks, orphans and rejected stores of members that received events."""
+"""Pause in seconds between two refreshes. A refresh reads blocks, orphans and rejected stores of members that received
+events."""
 REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes in a round, which reads each member at least one time. One refresh of all would delay queries."""
+"""Number of refreshes in a round, which reads each member at least one time. A refresh of all members at once would delay
+queries."""
 MAX_IDLE_REFRESHES: Final = 64
-"""Maximum number of members without new events in one refresh. For more than 512 members, a round has more refreshes."""
+"""Maximum number of members without new events in one refresh. A round for more than 512 members has more refreshes than this
+number."""
 MAX_AVERAGED_STREAMS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"

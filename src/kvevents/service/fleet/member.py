@@ -76,7 +76,8 @@ class Member(Struct, eq=False):
     revision: Revision = field(default_factory=Revision)
     """The revision of the fleet, which advances if this member changes."""
     carried_members: tuple[Member, ...] = ()
-    """Further ranks whose events are in the stream of this rank. They have the trust of this rank, and are not registered."""
+    """Further ranks whose events are in the stream of this rank. The further ranks have the trust of this rank, and are not
+    registered."""
     is_hidden: bool = False
     """Whether the rank has had no connection for `hide_stale_seconds`. `/query` and `/query_by_hash` then omit it."""
     is_draining: bool = False
@@ -89,7 +90,7 @@ class Member(Struct, eq=False):
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
     silence: str = ""
-    """What `silence_of_server` returned at the previous update."""
+    """Result of `silence_of_server` at the previous update."""
     why_not_ready: str = ""
     """At the previous update, why the followed rank should get no requests; empty if it should get requests."""
     report: tuple[str, str, bool] = ("", "", False)
@@ -314,4 +315,4 @@ class Member(Struct, eq=False):
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
-"""Maps a kind of estimate to its reason. All other kinds have the reason `ESTIMATED_MATCHES`."""
+"""Maps a kind of estimate to its reason. Kinds that are not in the table have the reason `ESTIMATED_MATCHES`."""

@@ -56,7 +56,7 @@ class App:
         """Whether requests have OpenTelemetry spans."""
         return self._tracer is not None
 
-    def handle(self, request: _native.Request) -> None:
+    def start_task(self, request: _native.Request) -> None:
         """Begin to handle a request."""
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
@@ -65,7 +65,7 @@ class App:
     def __call__(self, item: _native.Request | int) -> None:
         """Begin to handle a request, or continue the response in pieces whose number is `item`."""
         if not isinstance(item, int):
-            self.handle(item)
+            self.start_task(item)
         elif (response := self._open_streams.get(item)) is not None:
             if response.stream.is_gone and response.task is not None:
                 response.task.cancel()
@@ -138,7 +138,7 @@ class App:
             allowed_methods = sorted(methods) + (["HEAD"] if "GET" in methods else [])
             return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
         try:
-            return await self._handle(endpoint, native, span)
+            return await self._serve_audited(endpoint, native, span)
         except ServiceError as error:
             return problem(error, ((b"www-authenticate", b"Bearer"),) if error.code == HTTPStatus.UNAUTHORIZED else ())
         except Exception:
@@ -146,7 +146,7 @@ class App:
             hint = "see the log of the service, and report the error"
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
-    async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
+    async def _serve_audited(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
         """Handle a request. The audit log names refused requests, and failed requests to register engines."""
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:

@@ -351,7 +351,7 @@ def _check_unused_name(service: Service, name: str) -> None:
     raise ConflictError(f"selection {name} is already reserved", "reserved", "end the reservation, or use another selection_id")
 
 
-def book(service: Service, request: HttpRequest) -> Response:
+def reserve_worker(service: Service, request: HttpRequest) -> Response:
     """Reserve the worker `worker_id`, or the worker that `/select` returned for `selection_id`."""
     body, tokens = request.read_tokens("token_ids")
     fleet = _fleet_of(service, body)
@@ -419,7 +419,7 @@ def output_block(service: Service, request: HttpRequest) -> Response:
     return answer(messages.Done(), request)
 
 
-def free(service: Service, request: HttpRequest) -> Response:
+def end_reservation(service: Service, request: HttpRequest) -> Response:
     """End a reservation."""
     reservations.ask(service, "DELETE", request.item)
     return answer(messages.Done(), request)

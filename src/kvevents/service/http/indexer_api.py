@@ -1,8 +1,9 @@
 """The indexer API of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403): registration and queries.
 
-Both APIs derive from one draft and differ in names. A request with `model_name` gets a response in Dynamo's form. A request
-with `model` (`modelname` to register) gets a response in Mooncake's form. As in both projects, unknown fields are ignored, but
-counted. A field whose name is similar to a scope field is rejected instead (`kvevents.service.scope_fields`).
+The APIs of Mooncake and Dynamo derive from one draft and differ in names. A request with `model_name` gets a response in
+Dynamo's form. A request with `model` (`modelname` to register) gets a response in Mooncake's form. As in both projects, unknown
+fields are ignored, but counted. A field whose name is similar to a scope field is rejected instead
+(`kvevents.service.scope_fields`).
 """
 
 # No `from __future__ import annotations`: `kvevents.client.schemas` has the reason.
@@ -22,7 +23,7 @@ from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
 from kvevents.service.registrations import InstanceQuery
-from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, pick
+from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, read_value
 from kvevents.service.service import Service
 
 HASH_REGEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
@@ -116,7 +117,7 @@ async def register(service: Service, request: HttpRequest) -> Response:
 def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
     """Return the fields of a request that apply to all ranks, under their names in `Registration` and `Template`."""
     tenant, group = owner_of(body)
-    lora = pick(body, LORA)
+    lora = read_value(body, LORA)
     if lora is None and body.lora_id is not None:
         sentence = f"lora_id {body.lora_id} does not name a LoRA"
         raise RefusedError(sentence, "lora-id", "send the name of the LoRA as lora_name, or leave out lora_id")
@@ -126,7 +127,7 @@ def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
         "tenant": tenant,
         "group": group,
         "lora_name": lora,
-        "salt": pick(body, SALT),
+        "salt": read_value(body, SALT),
         "stores_only": tuple(body.stores_only),
         "drafts": None if body.drafts is None else tuple(body.drafts),
         "load": body.load or None,
@@ -159,7 +160,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
     """Return the registrations of the ranks that the engine at `url` reports."""
     if not body.url:
         raise ServiceError("the request has neither endpoint nor url", "bad-shape", _fields_hint(), status=422)
-    provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_shared_fields(body)), str(body.instance_id))
+    provider = EngineProvider(body.url, Template(model=read_value(body, MODEL), **_shared_fields(body)), str(body.instance_id))
     await check_allowed(service.allow_list, load_target(body.url))
     try:
         finding = await provider.query()
@@ -175,7 +176,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine, or without `dp_rank` all ranks of the instance, and drop their blocks."""
     body: UnregisterRequest = request.read()
-    scope = pick(body, MODEL), *owner_of(body), pick(body, LORA), pick(body, SALT)
+    scope = read_value(body, MODEL), *owner_of(body), read_value(body, LORA), read_value(body, SALT)
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
     registrations = await service.registrations.unregister(query, request.client)
     if body.model_name is not None:

@@ -76,7 +76,7 @@ class Decoders(msgspec.Struct, frozen=True):
     json: Any = None
     msgpack: Any = None
     known_fields: frozenset[str] | None = None
-    """Names of the known fields, if the endpoint ignores unknown fields; None if it rejects them."""
+    """Names of the known fields, if the endpoint ignores unknown fields; None if the endpoint rejects unknown fields."""
 
 
 class HttpRequest(Struct, eq=False):

@@ -218,12 +218,12 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _selecting(
         "/select_and_reserve", selection.select_and_reserve, body=dynamo.SelectWorkerRequest, answer=dynamo.SelectedWorker
     ),
-    _selecting("/reservations", selection.book, body=dynamo.BookRequest, answer=dynamo.Booked, status=201),
+    _selecting("/reservations", selection.reserve_worker, body=dynamo.BookRequest, answer=dynamo.Booked, status=201),
     _selecting("/potential_loads", selection.potential_loads, body=dynamo.PromptRequest, answer=list[dynamo.PotentialLoad]),
     _selecting("/overlap_scores", selection.overlap_scores, body=dynamo.PromptRequest, answer=dynamo.OverlapScores),
     _selecting("/reservations/{id}/output_block", selection.output_block, body=dynamo.OutputBlockRequest, answer=dynamo.Done),
     _selection("POST", "/reservations/{id}/prefill_complete", selection.prefill_complete, answer=dynamo.Done),
-    _selection("DELETE", "/reservations/{id}", selection.free, answer=dynamo.Done),
+    _selection("DELETE", "/reservations/{id}", selection.end_reservation, answer=dynamo.Done),
     _selection("GET", "/loads", selection.loads, answer=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
     _selection(
         "GET", "/ready", selection.ready, answer=dynamo.ReadyWorkers, statuses={503: "no worker can be selected"}, pool="fleet"

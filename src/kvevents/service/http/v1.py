@@ -103,7 +103,7 @@ def stats(service: Service, request: HttpRequest) -> Response:
 
 
 def blocks(service: Service, request: HttpRequest) -> Response:
-    """List the blocks that one worker holds at one moment, in pages; the blocks are not sorted."""
+    """List the blocks that a worker holds at a single moment, in pages. The blocks are not sorted."""
     arguments = request.arguments
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
