@@ -15,7 +15,7 @@ from tools import released
 
 
 def main() -> int:
-    """Run the chosen trials. Return 0 if every judged figure was met, else 1."""
+    """Run the chosen trials. Return 0 if every judged figure was reached, else 1."""
     options = _options()
     trials = [trial for trial in TRIALS if options.only is None or any(word in trial.name for word in options.only)]
     if not trials:

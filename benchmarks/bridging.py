@@ -1,9 +1,10 @@
 """Trials of writing batches into NATS JetStream: a bridge, or nats-py that publishes the same bytes.
 
-A bridge reads ZeroMQ, from a process that sends what it has encoded before, over a connection for each engine; what it has not
-read waits there, so that nothing is lost and nothing is replayed. nats-py has the same payloads in memory and publishes each as
-one message with `Nats-Msg-Id`, into as many streams, at most `WINDOW` of them unacknowledged. A bridge packs batches into pages
-of up to half a MiB, of which one of a partition is unacknowledged at most, and follows the trust of every stream.
+A bridge reads ZeroMQ: a process sends batches that it has encoded before, over one connection per engine. Unread batches wait
+in the connection, so that no batch is lost or replayed. nats-py has the same payloads in memory, and publishes each payload as
+one message with `Nats-Msg-Id`, into the same number of streams, with at most `WINDOW` unacknowledged messages. A bridge packs
+batches into pages of up to half a MiB, with at most one unacknowledged page per partition, and follows the trust of every
+stream.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ ROOM: Final = 4 << 30
 """Maximum size of all partitions together, in bytes."""
 POLL_SECONDS: Final = 0.005
 SETTLE_SECONDS: Final = 6.0
-"""Time until a bridge knows that no other one writes; nothing is measured yet."""
+"""Time until a bridge knows that no other bridge writes. The measurement begins afterwards."""
 
 
 class Load(NamedTuple):
-    """The load that is written."""
+    """The batches that are written."""
 
     engines: int
     partitions: int
     blocks: int
-    """Number of blocks that each batch stores, and number that it removes."""
+    """Number of blocks that each batch stores. Each batch removes the same number."""
     batches: int
     """Number of batches of all engines together."""
 
@@ -66,11 +67,12 @@ def write(contender: str, *numbers: int) -> dict[str, float]:
     return {"rate": load.batches / (end - began), "cpu": cpu * per_batch, "server": of_server * per_batch}
 
 
-# --- roles: each in a process of its own ------------------------------------------------------------------------------------
+# --- roles: each role runs in a process of its own
+# ------------------------------------------------------------------------------------
 
 
 def _batches_of(load: Load) -> Iterator[tuple[str, int, bytes]]:
-    """Yield engine, number and payload of each batch; engines in turn. All engines send the same, which no process decodes."""
+    """Yield engine, number and payload of each batch. The engines take turns. All payloads are equal."""
     from benchmarks.workload import Engine  # noqa: PLC0415 - each process loads only what its role is about
 
     for seq, payload in enumerate(Engine(load.blocks, CAPACITY).fill().payloads(load.batches // load.engines)):
@@ -84,7 +86,7 @@ def _topic(engine: int) -> str:
 
 
 def source(*numbers: int) -> None:
-    """Send everything on request, when every engine has a subscriber."""
+    """Send all batches on request, when every engine has a subscriber."""
     import zmq  # noqa: PLC0415 - as above
 
     load = Load(*numbers)

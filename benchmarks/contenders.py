@@ -32,21 +32,21 @@ class Contender:
     types: Callable[[], Any]
     """A namespace with `ZmqEventPublisher`, `KVEventBatch` and `BlockStored`."""
     waiting: Callable[[Any], int]
-    """Batches that were given to `publish` and have not been sent: how full the queue is."""
+    """Number of batches in the queue: given to `publish`, but not sent."""
     named: bool
     """Whether BlockStored has `lora_name` after `medium`."""
 
     def publisher(self, port: int, replay_port: int) -> Publisher:
-        """Bound to two TCP ports, with the engines' default limits written out."""
+        """Return a publisher that binds two TCP ports, with explicit limits that equal the engines' defaults."""
         instance: Publisher = self.types().ZmqEventPublisher(
             0, f"tcp://*:{port}", f"tcp://*:{replay_port}", BUFFER_STEPS, HWM, MAX_QUEUE_SIZE, "kv-events"
         )
         return instance
 
     def batches(self, count: int, blocks: int, seed: int = 1) -> list[Any]:
-        """`count` batches of one store of `blocks` blocks each: random 64-bit hashes, token ids below 128,000.
+        """Return `count` batches that store `blocks` blocks each, with random 64-bit hashes, and token ids below 128,000.
 
-        The same values for every contender; rank and timestamp set, as by an engine's scheduler.
+        All contenders get equal values. Rank and timestamp are set, as an engine's scheduler sets them.
         """
         types, draw = self.types(), random.Random(seed)  # noqa: S311 - test data
         tail = ("GPU", None) if self.named else ("GPU",)
@@ -65,7 +65,8 @@ def _load_ours() -> Any:
     return type("kvevents", (), vars(events) | {"ZmqEventPublisher": publisher.ZmqEventPublisher})
 
 
-# Read once a millisecond, so of each only the queue: the engines offer nothing else, and our `stats` counts much more.
+# The harness reads this number every millisecond, so it reads only the queue: the engines have no other counter, and our
+# `stats` would take longer.
 def _queue_length(publisher: Any) -> int:
     return len(publisher._queue)  # noqa: SLF001
 

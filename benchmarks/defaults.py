@@ -32,7 +32,7 @@ LINE: Final = 120
 
 
 def find_faults(pool: Executor) -> Iterator[str]:
-    """Yield what is wrong with the defaults."""
+    """Yield the faults of the defaults as sentences."""
     runs = [pool.submit(run_settings, settings) for settings in ({}, *OTHER_SETTINGS)]
     comparison = pool.submit(run_command, "--output=json")
     default, *other_runs = (run.result() for run in runs)
@@ -66,7 +66,7 @@ def run_command(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def with_example(reference: str) -> str:
-    """Return the reference with what the command prints, in lines that fit into a document."""
+    """Return the reference with the output of the command, in lines that fit into a document."""
     process = run_command()
     output = [line for text in (process.stderr, process.stdout) for line in text.splitlines()]
     lines = [part for line in output for part in ([line] if len(line) <= LINE else textwrap.wrap(line, LINE))]

@@ -1,4 +1,4 @@
-"""What is measured, and what each figure has to reach."""
+"""The trials, and the limit of each figure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""llm-d's published benchmark: stages of rising rates, each of which begins when all of the one before is answered.
+"""llm-d's published benchmark: stages with rising rates; a stage begins when the previous stage is answered completely.
 
 Stages, prompts and cache sizes are those of the report behind "KV-Cache Wins You Can See": `benchmarking/73-capacity` of
-github.com/llm-d/llm-d-kv-cache. inference-perf, which it was taken with, waits for all answers of a stage before the next one.
+github.com/llm-d/llm-d-kv-cache. inference-perf, the program of that benchmark, waits for all answers of a stage before the next
+stage.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STAGES: Final[tuple[tuple[float, int], ...]] = (
     (57, 26),
     (60, 25),
 )
-"""Requests a second, and for how many seconds; the first one warms up and does not count."""
+"""Requests per second and seconds of each stage. The first stage warms up the caches and does not count."""
 
 
 class Stage(NamedTuple):
@@ -49,20 +50,20 @@ class Stage(NamedTuple):
 
     rate: float
     seconds: float
-    """From its beginning to its last answer."""
+    """Seconds from the beginning of the stage to its last answer."""
     output_tokens: int
     ttft: tuple[float, ...]
     prompt_tokens: int
     cached_tokens: int
     checked: int
-    """Lookups compared with the index, in all stages so far."""
+    """Number of lookups that were compared with the index, in this and all earlier stages."""
     disagreements: int
     unproven: int
     preemptions: int
 
     @property
     def output_rate(self) -> float:
-        """Tokens a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
 
@@ -71,7 +72,7 @@ ROUTERS: Final = ("prefix-aware", "approximate-tree", "prefix-estimated", "sessi
 
 
 def climb(name: str, settings: FleetSettings, stages: Sequence[tuple[float, int]] = STAGES) -> list[Stage]:
-    """All stages, one after the other, with the caches that the ones before left."""
+    """Run all stages in order. Each stage begins with the caches of the previous stage."""
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)

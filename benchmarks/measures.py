@@ -22,7 +22,7 @@ def cpu_seconds_of_threads(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes of a process that are in memory."""
+    """Return the resident bytes of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 

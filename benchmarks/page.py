@@ -1,7 +1,7 @@
 """`python -m benchmarks.page`: the page of figures, `docs/figures.md`, from `benchmarks/results.json`.
 
-With `--measure` everything is measured first, which takes most of an hour on a machine that does nothing else, and the results
-are replaced. Documents quote figures from this page alone.
+With `--measure` all figures are measured first, and the results are replaced. This takes most of an hour on an otherwise idle
+machine. Documents quote figures from this page alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECTIONS: Final = {
     "bridge": ("Bridge to NATS", "Beside nats-py, which publishes the same payloads as one message each."),
     "service": ("Service", "`kvevents serve` and `python -m dynamo.indexer`, with the same requests over HTTP."),
 }
-"""First words of the trials' names, and the part of the page that has them."""
+"""First words of trials' names, and the part of the page with the figures of these trials."""
 
 
 def measure(runs: int, native_runs: int, quick: bool) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def measure(runs: int, native_runs: int, quick: bool) -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a command. Exit code 1 means that a figure was missed, which the page says."""
+    """Return the output of a command. Exit code 1 means a missed figure, which the page reports."""
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=CHECKOUT)  # noqa: S603 - ours
     if process.returncode not in {0, 1}:
         process.check_returncode()
@@ -135,7 +135,7 @@ def _native(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def _cell(texts: list[str]) -> str:
-    """Median, least and most of one cell in all runs; cells with more than a number as they were in the first."""
+    """Return median, minimum and maximum of a cell over all runs, or the first run's cell if it is not a number."""
     if len(texts) == 1 or not all(re.fullmatch(r"[\d.]+", text) for text in texts):
         return texts[0]
     values = sorted(texts, key=float)
@@ -143,7 +143,7 @@ def _cell(texts: list[str]) -> str:
 
 
 def main() -> None:
-    """Measure, if that is asked for, and write the page."""
+    """Measure if the option is given, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
     parser.add_argument("--measure", action="store_true", help="measure first, and replace the results")
     parser.add_argument("--runs", type=int, default=5, help="runs of each trial and contender (%(default)s)")

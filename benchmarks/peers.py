@@ -1,4 +1,4 @@
-"""Roles in other processes. They are bare pyzmq, the same for every contender."""
+"""Roles of other processes in a trial. The roles use only pyzmq, and are equal for every contender."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import zmq.backend
 from benchmarks.processes import receive_line, send_line
 
 SILENCE_MS: Final = 3_000
-"""A reply that brings nothing for this long has ended without its marker."""
+"""Seconds without a message after which a reply counts as ended without an end marker."""
 _END: Final = b"\xff" * 8
 
 
@@ -30,7 +30,7 @@ def _sub(port: int) -> zmq.Socket[bytes]:
 
 
 def count(port: int) -> None:
-    """Report the first batch; receive the number of the last; report how many came, and when the last did."""
+    """Report the first batch; receive the last batch's number; report how many batches arrived, and when the last did."""
     socket = _sub(port)
     first = int.from_bytes(socket.recv_multipart()[1], "big")
     send_line("ready")
@@ -38,7 +38,7 @@ def count(port: int) -> None:
     if last is None:
         return
     received, seq = 1, first
-    # The backend's own receive, so that the reader costs as little of the machine as it can.
+    # The receive function of pyzmq's backend, so that the reader takes as little CPU time as possible.
     receive = zmq.backend.Socket.recv.__get__(socket)
     socket.set(zmq.RCVTIMEO, SILENCE_MS)
     with suppress(zmq.Again):
@@ -52,7 +52,7 @@ def count(port: int) -> None:
 
 
 def live(port: int) -> None:
-    """Measure the delay of batches whose timestamps are those of the monotonic clock; report on request, and begin again."""
+    """Measure the delay of batches, whose timestamps are from the monotonic clock. Report on request, and begin again."""
     socket = _sub(port)
     decode = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, msgspec.Raw]).decode
     socket.recv_multipart()
@@ -76,14 +76,14 @@ def live(port: int) -> None:
 def lost(numbers: Collection[int], count: int) -> int:
     """Return how many batches are missing from a replay of a buffer of `count` batches, by the received numbers.
 
-    The buffer moves on while live batches are published, and a reply may go on with them: so more than `count` numbers may
-    come, which makes up for none that is missing between the first and the last.
+    The buffer changes while live batches are published, and a reply can continue with these batches. So more than `count`
+    numbers can arrive. Additional numbers do not replace numbers that are missing between the first and the last.
     """
     return max(count, max(numbers) - min(numbers) + 1) - len(numbers) if numbers else count
 
 
 def replay(port: int, pace: str, count: int) -> None:
-    """Request everything from 0 once, read it at a pace, and report how much of a buffer of `count` batches came.
+    """Request all batches once, read them at a fixed pace, and report how many of the `count` buffered batches arrived.
 
     The socket has pyzmq's default limits.
     """
@@ -109,7 +109,7 @@ def replay(port: int, pace: str, count: int) -> None:
 
 
 def blast(port: int, blocks: int, batches: int) -> None:
-    """Send batches as vLLM encodes them, as fast as pyzmq can, to the first subscriber; then stay until the parent ends it."""
+    """Send batches as vLLM encodes them, as fast as pyzmq can, to the first subscriber. Then wait for the parent's end."""
     from benchmarks.contenders import VLLM  # noqa: PLC0415 - readers of other roles need not load an engine
 
     payloads = [msgspec.msgpack.encode(batch) for batch in VLLM.batches(500, blocks)]
@@ -118,14 +118,14 @@ def blast(port: int, blocks: int, batches: int) -> None:
     socket.bind(f"tcp://127.0.0.1:{port}")
     send_line("bound")
     socket.recv()
-    time.sleep(0.2)  # the reader says hello before it reads
+    time.sleep(0.2)  # the reader sends a message before it reads
     for seq in range(batches):
         socket.send_multipart((b"kv-events", seq.to_bytes(8, "big"), payloads[seq % 500]))
     receive_line()
 
 
 def engine(name: str, port: int, replay_port: int, blocks: int, batches: int) -> None:
-    """An engine's publisher that has published `batches` batches without a subscriber, and then answers replay requests."""
+    """Run an engine's publisher that publishes `batches` batches without a subscriber, and then answers replay requests."""
     from benchmarks.contenders import CONTENDERS  # noqa: PLC0415 - as above
     from benchmarks.publishing import feed  # noqa: PLC0415 - as above
 

@@ -1,4 +1,4 @@
-"""Processes that exchange lines of JSON: the harness runs each trial in one, and a trial its peers.
+"""Processes that exchange lines of JSON. The harness runs trials, and trials run their peers, as such processes.
 
 `python -m benchmarks.processes MODULE.FUNCTION ARGUMENT...` calls a function of `benchmarks.MODULE` with arguments in JSON,
 and prints what it returns.
@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from tools.released import CHECKOUT
 
 MAX_SECONDS: Final = 120.0
-"""Time of one trial. A longer one is killed, which ends the run with a traceback that names it."""
+"""Maximum number of seconds of one trial. A longer trial is killed, and the run ends with a traceback that names the trial."""
 
 
 class Peer:

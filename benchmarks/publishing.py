@@ -1,4 +1,4 @@
-"""Trials of one publisher. All contenders are constructed and fed by the same lines, and read by the same process."""
+"""Trials of one publisher. The same code constructs and feeds all contenders, and the same process reads from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOW: Final = 2_000
 QUIET: Final = 5.0
 """Seconds of live batches without replay: as long as the three replays take, since the longest stall grows with the time."""
 BURST: Final = 1_000
-"""Number of batches that are published without a pause when busy."""
+"""Number of batches of a burst, which are published without a pause."""
 
 
 def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: int) -> None:
@@ -33,7 +33,7 @@ def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: 
 
 
 def _connect(contender: Contender, publisher: Publisher, peer: Peer) -> int:
-    """Publish until the peer has received something; how many batches that took."""
+    """Publish until the peer has received a batch, and return the number of published batches."""
     thread = Thread(target=peer.receive)
     thread.start()
     probe, count = contender.batches(1, 1)[0], 0
@@ -56,7 +56,7 @@ def _time_each(publish: Callable[[Any], None], batches: list[Any], into: list[in
 
 
 def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
-    """Each `publish` of bursts of `BURST`, back to back, from an empty queue with room for a hundred bursts."""
+    """Measure each `publish` in bursts of `BURST` calls, from an empty queue with room for a hundred bursts."""
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
     times: list[int] = []
@@ -74,7 +74,7 @@ def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
 
 
 def paced(name: str, blocks: int, batches: int, per_second: int) -> dict[str, float]:
-    """Each `publish` at a steady pace, from a thread that sleeps in between as a scheduler waits for its step."""
+    """Measure each `publish` at a steady pace. The thread sleeps between two calls, as a scheduler waits for its step."""
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     times: list[int] = []
@@ -106,7 +106,7 @@ def flow(name: str, blocks: int, count: int) -> dict[str, float]:
 
 
 def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, float]:
-    """One request for a full buffer from readers of three paces, while live batches go on to another process."""
+    """Measure one request for a full buffer by readers with three paces, while a second process receives live batches."""
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, pool = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     feed(contender, publisher, pool, count)
@@ -120,7 +120,7 @@ def replay(name: str, blocks: int, count: int, per_second: int) -> dict[str, flo
                 _forget(peer)
                 _publish_for(publisher, pool, per_second, lambda elapsed: elapsed > QUIET)
             else:
-                # Starting a process stops this one for milliseconds, so the reader is there before anything is measured.
+                # Starting a process stops this process for milliseconds, so the reader is started before the measurement.
                 with Peer("peers.replay", replay_port, pace, count) as reader:
                     reader.receive()
                     _forget(peer)
@@ -141,7 +141,7 @@ def _forget(peer: Peer) -> None:
 
 
 def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, is_over: Callable[[float], bool]) -> None:
-    """Publish at a pace, each batch stamped with the time of its `publish`."""
+    """Publish at a fixed pace. The timestamp of each batch is the time of its `publish`."""
     began = due = time.monotonic()
     number = 0
     while not is_over(due - began):

@@ -1,8 +1,8 @@
 """Trials of forwarders between an engine and a consumer: a relay with its journal on the disk, or ZeroMQ's own forwarder.
 
-One process publishes what an engine with a full cache publishes: each batch stores some blocks and removes the same number.
-Another process counts the batches. The replay buffer of the relay is full before anything is measured, so that each batch
-pushes one out into the history."""
+One process publishes as an engine with a full cache does: each batch stores some blocks and removes the same number of blocks.
+Another process counts the batches. The replay buffer of the relay is full before the measurement, so that each new batch moves
+an old batch into the history."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ CAPACITY: Final = 4_000
 PACE: Final = 1_000
 """Batches per second while latency is measured."""
 WARM_UP: Final = 12_000
-"""Number of batches before anything is measured: more than a relay's replay buffer holds."""
+"""Number of batches before the measurement, which is more than the capacity of a relay's replay buffer."""
 WINDOW: Final = 2_000
-"""Maximum number of batches on the way while the rate is measured: nothing may be lost, or a replay would count."""
+"""Maximum number of batches in transit while the rate is measured, so that no batch is lost: a replay would distort the
+rate."""
 _STAMP: Final = struct.Struct(">d")
 
 
 def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
-    """Return batches per second, CPU of what is between per batch, and at a steady pace the time from sending to receiving."""
+    """Return batches per second, the forwarder's CPU time per batch, and the time from sending to receiving (steady pace)."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         port, out, replay = (reserve_port() for _ in range(3))
         source = stack.enter_context(Peer("relaying.source", port, blocks))
@@ -43,10 +44,10 @@ def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
         consumer = stack.enter_context(Peer("relaying.consumer", out, credit_port))
         for peer in (consumer, source):
             peer.receive()
-        time.sleep(1.0)  # subscriptions travel; nothing is measured yet
+        time.sleep(1.0)  # time for the subscriptions to arrive, before the measurement
 
         def send(count: int, pace: int) -> tuple[dict[str, Any], float]:
-            """Return what the consumer measured, and the CPU seconds of what is between."""
+            """Return the measurements of the consumer, and the CPU seconds of the forwarder."""
             source.send([count, pace])
             source.receive()
             consumer.send(count)
@@ -64,7 +65,8 @@ def forward(contender: str, blocks: int, count: int) -> dict[str, float]:
     return {"rate": count / flow["seconds"], "cpu": cpu / count * 1e6, "p50": p50, "p99": p99}
 
 
-# --- roles: each in a process of its own ------------------------------------------------------------------------------------
+# --- roles: each role runs in a process of its own
+# ------------------------------------------------------------------------------------
 
 
 def source(port: int, blocks: int) -> None:
@@ -129,7 +131,7 @@ def relay(port: int, out: int, replay: int, journal: str) -> None:
 
 
 def consumer(port: int, credit_port: int) -> None:
-    """Count batches; give credit as they come; report their ages."""
+    """Count batches, grant credit when they arrive, and report their ages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     events, credit = context.socket(zmq.SUB), context.socket(zmq.PUSH)
     events.set_hwm(0)

@@ -1,4 +1,4 @@
-"""The table."""
+"""The table of figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _lines(path: str) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """One line for each figure and rival: medians, and least and most of all runs in brackets."""
+    """Return one line for each figure and rival: medians, with minimum and maximum of all runs in brackets."""
     lines = [("figure", "against", "ours", "theirs", "ratio", "reach", "")]
     lines += [_line(row) for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -47,7 +47,7 @@ def _line(row: Row) -> tuple[str, str, str, str, str, str, str]:
 
 
 def spread(values: list[float], unit: str) -> str:
-    """Return the median, with the least and the most if they differ."""
+    """Return the median, with minimum and maximum if these differ."""
     if not values:
         return ""
     center, minimum, maximum = (number(value) for value in (median(values), min(values), max(values)))
@@ -55,7 +55,7 @@ def spread(values: list[float], unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or a whole number."""
+    """Return a number with three digits, or a whole number."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 

@@ -46,7 +46,7 @@ PUBLISHED: Final = {
     "least-loaded": ("load-scheduling", 4266.4, 46.987, 94.865),
     "random": ("random-scheduling", 4428.7, 45.281, 92.551),
 }
-"""By our policy: theirs, its output tokens a second, mean and p90 of TTFT, of the report's summary."""
+"""Maps our policy to llm-d's policy and its figures in the report's summary: output tokens per second, mean and p90 of TTFT."""
 TEXT: Final = """\
 # When events pay
 
@@ -102,7 +102,7 @@ could not be compared.
 
 
 class Fleet(NamedTuple):
-    """A workload, and the number of routers through which it goes."""
+    """A workload, and the number of routers that route its requests."""
 
     traffic: str
     routers: int
@@ -201,7 +201,7 @@ def draw(fleets: Mapping[Fleet, Runs]) -> str:
 
 
 def last_results(fleets: Mapping[Fleet, Runs], ladders: dict[str, list[Stage]]) -> list[PolicyResult | Stage]:
-    """Return the end of each run, which has the counts of all its lookups."""
+    """Return the last stage of each run, which has the counts of all lookups of the run."""
     results = (result for runs in fleets.values() for seeds in runs.values() for result in seeds)
     return [*results, *(stages[-1] for stages in ladders.values())]
 

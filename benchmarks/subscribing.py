@@ -11,7 +11,7 @@ from tools.ports import reserve_port
 
 
 def bare(port: int, count: int) -> tuple[float, float]:
-    """Read as a program without kvevents does: `recv_multipart`, a typed decoder of msgspec, a check of the number."""
+    """Read as a program without kvevents does: with `recv_multipart`, a typed decoder of msgspec, and a check of the number."""
     import msgspec  # noqa: PLC0415 - each process loads only what its trial is about
 
     from tools import released  # noqa: PLC0415 - as above

@@ -13,10 +13,10 @@ from benchmarks.trials import rows
     ("seen", "missing"),
     [
         (range(100), 0),
-        (range(20, 120), 0),  # the buffer has moved on
-        (range(20, 130), 0),  # and the reply goes on with batches that were live when it was asked for
+        (range(20, 120), 0),  # the buffer has evicted batches
+        (range(20, 130), 0),  # the reply continues with batches that were live at the time of the request
         (range(90), 10),
-        ([*range(50), *range(60, 130)], 10),  # more than were asked for, and some of them not
+        ([*range(50), *range(60, 130)], 10),  # more batches than requested, and some requested batches missing
         ([], 100),
     ],
 )

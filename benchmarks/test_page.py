@@ -51,7 +51,7 @@ def row(what: str, ours: float, theirs: float, unit: str) -> dict[str, Any]:
 
 
 def test_losses_are_counted_and_named() -> None:
-    """A rate is better when it is larger, a time when it is smaller; 5 % are equal."""
+    """A higher rate and a shorter time are better. Figures that differ by less than 5 % count as equal."""
     rows = [row("fast", 1, 2, "us"), row("slow", 3, 2, "us"), row("same", 2.02, 2, "us"), row("rate", 1, 2, "/s")]
     results = {"date": "", "commit": "", "machine": "", "rust": "", "runs": 1, "rows": rows, "native": [[]]}
     text = page(results)

@@ -1,4 +1,4 @@
-"""Trials, which run several times for each contender, and figures: one value of a trial each, and what it must reach."""
+"""Trials, which run several times for each contender, and figures, each of which is one value of a trial with a limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvevents.conform.indexer import DYNAMO_PACKAGE
 from tools.released import SGLANG, VLLM_NEWEST
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
-"""By trial, then by contender: what each run returned."""
+"""Maps each trial and contender to the results of the runs."""
 
 TITLES: Final = {
     "ours": "kvevents",
@@ -28,7 +28,7 @@ TITLES: Final = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One process to run for each contender in turn, several times."""
+    """A trial: a process that runs several times for each contender, in turn."""
 
     name: str
     function: str
@@ -37,21 +37,21 @@ class Trial:
     quick: tuple[int, ...]
     contenders: tuple[str, ...] = ("ours", "vllm", "sglang")
     most: tuple[int, int] = (5, 3)
-    """Maximum number of runs, and of runs with `--quick`; more add nothing."""
+    """Maximum number of runs, and of runs with `--quick`. Further runs would not improve the result."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One value of a trial and what it must reach: in relation to each rival, or by itself."""
+    """A figure: one value of a trial, and its limit, which is relative to each rival or absolute."""
 
     what: str
     trial: str
     value: str
     unit: str
     reach: float | None
-    """None where the figure is printed and not judged."""
+    """None if the figure is printed but not judged."""
     judge: Literal["ratio at most", "ratio at least", "at most", "below", "none"] = "ratio at most"
-    """`at most` and `below` are about ours by itself; `none` means no run may have any."""
+    """`at most` and `below` are absolute limits of our value; `none` means that the value must be 0 in every run."""
     context: bool = False
     """Whether the figure only describes a trial, and judges neither side."""
 
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours to theirs, of medians."""
+        """Ratio of our median to the rival's median."""
         if self.figure.judge in {"below", "none"} or not self.theirs or not median(self.theirs):
             return None
         return median(self.ours) / median(self.theirs)
@@ -88,7 +88,7 @@ class Row:
         return ratio <= reach if self.figure.judge == "ratio at most" else ratio >= reach
 
     def plain(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the figure as an object for `--json`."""
         return {
             "trial": self.figure.trial,
             "what": self.figure.what,
@@ -105,7 +105,7 @@ class Row:
 
 
 def measure(trial: Trial, runs: int, quick: bool) -> dict[str, list[dict[str, float]]]:
-    """Run a trial `runs` times for every contender, in turn: A B C, then B C A, so that no one is always first."""
+    """Run a trial `runs` times for every contender, in turn: A B C, then B C A, so that no contender is always first."""
     values: dict[str, list[dict[str, float]]] = {name: [] for name in trial.contenders}
     numbers = trial.quick if quick else trial.full
     for number in range(min(runs, trial.most[quick])):
@@ -116,7 +116,7 @@ def measure(trial: Trial, runs: int, quick: bool) -> dict[str, list[dict[str, fl
 
 
 def rows(figures: Iterable[Figure], results: Results) -> list[Row]:
-    """Every figure of the trials that were run, against each rival that has it, or by itself."""
+    """Return the figures of the trials that were run, once for each rival with that figure, or once if no rival has it."""
     result = []
     for figure in figures:
         runs = results.get(figure.trial, {})

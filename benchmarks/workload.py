@@ -32,7 +32,7 @@ def chain(draw: random.Random, length: int) -> Chain:
 
 
 def stores(prompt: Chain, per_event: int) -> Iterator[bytes]:
-    """Yield the payloads, as vLLM 0.24 and later, that store a prompt in events of `per_event` blocks."""
+    """Yield the payloads that store a prompt in events of `per_event` blocks, in the form of vLLM from 0.24 on."""
     parent = None
     for start in range(0, len(prompt.hashes), per_event):
         hashes = prompt.hashes[start : start + per_event].tolist()
@@ -43,7 +43,7 @@ def stores(prompt: Chain, per_event: int) -> Iterator[bytes]:
 
 
 class Engine:
-    """A cache of `capacity` blocks. Each batch stores `blocks` and removes as many of the oldest chains, ends first."""
+    """A cache of `capacity` blocks. Each batch stores `blocks` blocks and removes as many of the oldest chains."""
 
     def __init__(self, blocks: int, capacity: int) -> None:
         self._blocks = blocks

@@ -33,7 +33,7 @@ def application(urls: Sequence[str], sources: Sequence[Source]) -> FastAPI:
         policy("prefix-aware"),
         index,
         trust=lambda worker: subscriber.trust(*worker),
-        overlay_seconds=2.0,  # a burst of like prompts follows the first of them before events confirm it
+        overlay_seconds=2.0,  # similar prompts in a burst go to the engine of the first prompt before events confirm it
     )
     url_of = {source.label: url for source, url in zip(sources, urls, strict=True)}
     for name in url_of:
@@ -77,7 +77,7 @@ def application(urls: Sequence[str], sources: Sequence[Source]) -> FastAPI:
         return StreamingResponse(relay(key, answer), answer.status_code, headers, media_type)
 
     async def tokens_of(body: dict[str, Any]) -> list[int]:
-        """The prompt as the engine will see it. Its own `/tokenize` applies the chat template; a local tokenizer is faster."""
+        """Return the prompt's token ids from the engine, which applies the chat template. A local tokenizer is faster."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
@@ -88,7 +88,7 @@ def application(urls: Sequence[str], sources: Sequence[Source]) -> FastAPI:
         return found
 
     async def relay(key: int, answer: httpx.Response) -> AsyncIterator[bytes]:
-        """The engine's answer as it comes, and for the router its beginning and its end, however it ends."""
+        """Yield the engine's answer while it arrives. Report its first bytes and its end to the router, even after an error."""
         try:
             async for chunk in answer.aiter_raw():
                 router.record_first_token(key)

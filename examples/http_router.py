@@ -9,7 +9,7 @@ if len(sys.argv) < 3:
     sys.exit(__doc__)
 model, prompt, *url = sys.argv[1:]
 request = SelectRequest(model=model, tokens=[int(token) for token in prompt.split(",")])
-with Client(*url or ["http://127.0.0.1:8090"]) as client:  # a router has one for all its threads
+with Client(*url or ["http://127.0.0.1:8090"]) as client:  # a router has one client for all its threads
     try:
         selection = client.select(request)
     except ServiceRequestError as error:

@@ -1,7 +1,8 @@
 """How much of a prompt each worker holds: `python examples/prefix_index.py [--prompt 1,2,3] [ENDPOINT,REPLAY_ENDPOINT ...]`.
 
-Prints for every worker how many tokens it holds whenever that changes, until Ctrl-C. Without `--prompt` it asks for what
-`examples/publish.py` publishes. vLLM always recomputes the last token of a prompt, so a router asks for `prompt[:-1]`.
+Prints the number of tokens that each worker holds whenever a number changes, until Ctrl-C. The default of `--prompt` is the
+prompt that `examples/publish.py` publishes. vLLM always recomputes the last token of a prompt, so a router asks for
+`prompt[:-1]`.
 """
 
 import argparse
@@ -24,9 +25,9 @@ def tokens(text: str) -> list[int]:
 
 
 def follow(sources: Sequence[Source], prompt: Sequence[int]) -> None:
-    """Keep the index, and print an answer when it has changed, trust in it included."""
+    """Update the index, and print an answer when its tokens or its trust have changed."""
     index, printed = PrefixIndex(), [""] * len(sources)
-    # Raw: the index reads payloads natively. As the sink it has each delivery before it is handed out.
+    # Raw: the index reads payloads natively. As the sink, the index gets each delivery before `receive` returns it.
     with Subscriber(sources, decode=False, sink=index) as subscriber:
         while True:
             subscriber.receive_many(timeout=1)

@@ -9,11 +9,11 @@ from kvevents import BlockStored, KVEventBatch, KVEventsError, ZmqEventPublisher
 
 
 def publish(publisher: ZmqEventPublisher) -> None:
-    """One block after the other, each the child of the one before."""
+    """Yield blocks one by one; each block is the child of the previous block."""
     parent = None
     for block in itertools.count(1):
         stored = BlockStored(block_hashes=[block], parent_block_hash=parent, token_ids=[block] * 16, block_size=16)
-        publisher.publish(KVEventBatch(ts=time.time(), events=[stored]))  # never blocks; what is missed can be replayed
+        publisher.publish(KVEventBatch(ts=time.time(), events=[stored]))  # never blocks; missed batches can be replayed
         parent = block
         time.sleep(0.2)
 

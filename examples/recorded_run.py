@@ -1,7 +1,8 @@
-"""A recorded run of a real vLLM, over real sockets, with everything going wrong that can.
+"""A recorded run of a real vLLM over real sockets, with all faults that an engine can have.
 
-It needs no GPU and no engine. A tape player is the engine: it loses a fifth of its live batches, answers replay requests
-incompletely, and is restarted. A subscriber follows it; in the end what was delivered is compared with what was published.
+The example needs no GPU and no engine. A tape player is the engine: it loses a fifth of its live batches, answers replay
+requests incompletely, and is restarted. A subscriber follows the tape player; at the end the delivered batches are compared
+with the published ones.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ RECORDING = ROOT / "tests" / "data" / "vllm-0.32-captures.jsonl.gz"
 RUNS = ("bs32-sha256cbor-seed0", "bs64-emptytopic")
 """Two runs of the recording: before the restart blocks of 32 tokens, after it blocks of 64."""
 LOST = 0.2
-"""Share of live batches."""
+"""Share of live batches that are lost."""
 REPLIES_END_AFTER = 12
-"""Batches of one reply that get through; engines' send queues overflow at 1,000."""
+"""Number of batches of one reply that arrive; engines' send queues overflow at 1,000."""
 BEFORE_WE_CAME = 24
 UNSEEN_AFTER_RESTART = 9
 RATE = 30.0
 DEADLINE = 60.0
-"""Seconds that each act may take; it takes about three, and longer on a busy machine."""
+"""Maximum number of seconds of each act, which takes about three seconds, and longer on a busy machine."""
 
 NEXT = """
 Try next:
@@ -46,7 +47,7 @@ and with an engine of your own:
 
 
 class EveryOtherTime:
-    """Leaves some numbers out of replies, but not twice in a row: an engine that never sends one has really lost it."""
+    """Omits some numbers from replies, but never from two consecutive replies, because such a batch would really be lost."""
 
     def __init__(self) -> None:
         self._left_out: set[int] = set()
@@ -60,7 +61,7 @@ class EveryOtherTime:
 
 
 class Demo:
-    """The subscriber's side: shows what comes and keeps it for the comparison."""
+    """The subscriber's side: prints the deliveries and stores them for the comparison."""
 
     def __init__(self, tape: TapePlayer, subscriber: Subscriber, console: Console) -> None:
         self.delivered: dict[int, list[Batch]] = {0: [], 1: []}
@@ -71,7 +72,7 @@ class Demo:
         self._lines = LineFormat(width=len("vllm/0"))
 
     def say(self, text: str) -> None:
-        """Print what happens."""
+        """Print a line about the run."""
         self._console.line()
         self._console.line(Span(f"== {text}", "bold"))
 
@@ -100,19 +101,19 @@ class Demo:
             self._console.line(*self._lines.gap(delivery))
 
     def has_all_of(self, incarnation: int) -> bool:
-        """Whether all batches that an incarnation published have come."""
+        """Whether all batches that an incarnation published have arrived."""
         return len(self.delivered[incarnation]) >= len(self._tape.batches(incarnation))
 
     @property
     def is_exact(self) -> bool:
-        """Whether the subscriber says EXACT."""
+        """Whether the subscriber reports EXACT."""
         return self._subscriber.trust().name == "EXACT"
 
 
 def play_rest(tape: TapePlayer, demo: Demo, incarnation: int, batches: int) -> None:
-    """Publish the rest of an incarnation of so many batches, the last one when all before have come.
+    """Publish the rest of an incarnation with `batches` batches, the last batch when all earlier batches have arrived.
 
-    That one is not lost: a live batch has to confirm what replay has brought.
+    The last batch is not lost, because a live batch must confirm the replayed batches.
     """
     playing = tape.start_playing(batches - len(tape.batches(incarnation)) - 1, rate=RATE)
     demo.follow(lambda: playing.done() and demo.has_all_of(incarnation))
@@ -123,7 +124,7 @@ def play_rest(tape: TapePlayer, demo: Demo, incarnation: int, batches: int) -> N
 
 
 def play(tape: TapePlayer, demo: Demo) -> None:
-    """Both incarnations of the engine."""
+    """Play both incarnations of the engine."""
     demo.say("an engine has been running for a while; we subscribe late, and a fifth of what it sends now is lost on the way")
     play_rest(tape, demo, 0, len(list(live_batches(RECORDING, RUNS[0]))))
     demo.say("the engine is killed, comes back on the same port, and is busy before we have reconnected")
@@ -149,7 +150,7 @@ def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
 
 
 def summarize(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:
-    """What was seen, in a sentence."""
+    """Return the result of the comparison as a sentence."""
     counts = tape.counts
     replayed = sum(batch.replayed for batches in demo.delivered.values() for batch in batches)
     console.line()

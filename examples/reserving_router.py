@@ -15,7 +15,7 @@ ANSWER_SECONDS = 600.0
 
 
 def stream_answer(client: Client, model: str, tokens: list[int]) -> None:
-    """Print the answer as it comes. The reservation ends with it, also after an error."""
+    """Print the answer while it arrives. The reservation ends with the answer, also after an error."""
     with client.reserve(SelectRequest(model=model, tokens=tokens)) as worker:
         if worker.url is None:
             sys.exit("reserving_router.py: the service does not know where the engine takes requests; register it with a url")

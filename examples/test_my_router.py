@@ -1,7 +1,7 @@
 """Test a consumer of KV cache events under the faults of engines, without an engine: `pytest examples/test_my_router.py`.
 
-`TapePlayer` plays an engine's bytes from real sockets, and loses what the faults of a test say. `MyRouter` is the consumer: put
-yours in its place.
+`TapePlayer` plays an engine's bytes from real sockets, and loses batches as the faults of a test require. `MyRouter` is the
+consumer: put yours in its place.
 """
 
 import time
@@ -20,7 +20,7 @@ DEADLINE = 60.0
 
 
 class MyRouter:
-    """Knows how much of a prompt an engine holds."""
+    """A router that knows how much of a prompt an engine holds."""
 
     def __init__(self, engine: TapePlayer) -> None:
         self.index = PrefixIndex()
@@ -34,12 +34,12 @@ class MyRouter:
         self.subscriber.close()
 
     def cached_tokens(self, prompt: list[int]) -> int:
-        """How many tokens of the prompt it believes to be cached."""
+        """Number of tokens of the prompt that the router believes to be cached."""
         match = self.index.match(prompt).get("engine")
         return match.tokens if match else 0
 
     def read(self) -> bool:
-        """Take what has arrived. Returns whether it can trust what it knows."""
+        """Apply the batches that have arrived. Returns whether the router can trust its data."""
         self.subscriber.receive_many(timeout=0.05)
         return self.subscriber.trust("engine") == Trust.EXACT
 
@@ -59,7 +59,7 @@ def prompt(blocks: int) -> list[int]:
 
 
 def stores(blocks: int) -> list[tuple[bytes, int, bytes]]:
-    """Batches that store these blocks one after the other: topic, sequence number, payload."""
+    """Return batches that store the blocks one by one: topic, sequence number and payload of each batch."""
     events = [BlockStored([block], block - 1 or None, [block] * BLOCK_SIZE, BLOCK_SIZE) for block in range(1, blocks + 1)]
     return [(b"", seq, encode_batch(KVEventBatch(float(seq), [event]))) for seq, event in enumerate(events)]
 

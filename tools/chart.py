@@ -1,7 +1,7 @@
-"""Renders the Helm chart: `python -m tools.chart` writes the manifests that tests compare with it.
+"""Renders the Helm chart: `python -m tools.chart` writes the manifests that tests compare with the chart's output.
 
-They are `deploy/kubernetes/serve.yaml`, for clusters without Helm, and the ones in `tests/data/chart`, each from the values in
-the file beside it.
+The manifests are `deploy/kubernetes/serve.yaml`, for clusters without Helm, and those in `tests/data/chart`, each made from the
+values file beside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Install the wheels of dist/ into fresh environments, outside of the checkout, and use them: `make wheels-check`.
 
 The pure wheel alone goes into an environment of each CPython from 3.11 on that is on the path or among pyenv's, with nothing on
-the path that could compile. All wheels, with all extras, go into one of the oldest and one of the newest. There the commands
-and snippets of the documents run too: their tests come from the checkout, `kvevents` from the wheels. Dependencies come from
-the package index.
+the path that could compile. One environment with the oldest Python and one with the newest Python get all wheels with all
+extras. There the commands and snippets of the documents run too: their tests come from the checkout, `kvevents` from the
+wheels. Dependencies come from the package index.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def api() -> str:
 
 
 def readme() -> str:
-    """Return what the README says of kvevents, for the home of the site, which has its own list of beginnings."""
+    """Return the README's description of kvevents for the home page of the site, which has its own list of first steps."""
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     parts = {part.partition("\n")[0]: part for part in text.split("\n## ")}
     chosen = (parts[title] for title in ("# kvevents", "Install", "Try it", "When not to use it"))

@@ -1,6 +1,6 @@
 """`python -m tools.goldens ENGINE RELEASE --like OLDER`: golden payloads and frames of a release, from its own wheel.
 
-The values are those of the goldens of another release, without the fields that this one's classes lack. The release's own
+The values are those of another release's goldens, without fields that the classes of this release lack. The release's own
 publisher encodes and sends them over real sockets: what is printed, one row of `tests/data/dialects.jsonl` a line, is what a
 consumer received. With `--case NAME EVENTS` there is a further row; EVENTS is a JSON list of objects such as
 `{"type": "BlockStored", ...}`.

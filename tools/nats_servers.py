@@ -129,7 +129,7 @@ class NatsServer:
             self._process.wait(SECONDS)
 
     def stop(self) -> None:
-        """Terminate the process with SIGTERM, after which all that it has acknowledged is in its files."""
+        """Terminate the process with SIGTERM. Afterwards all acknowledged messages are in the server's files."""
         self.resume()
         self.process.terminate()
         self.process.wait(SECONDS)
@@ -272,7 +272,7 @@ class NatsCluster:
             node.settle()
 
     def leader(self) -> str | None:
-        """Return the leader of the cluster; None unless the running servers agree on one of them."""
+        """Return the leader of the cluster; None unless the running servers agree on one leader."""
         names = {node.read("jsz").get("meta_cluster", {}).get("leader") for node in self.running}
         name = names.pop() if len(names) == 1 else None
         return name if name in {node.name for node in self.running} else None

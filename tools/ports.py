@@ -21,7 +21,7 @@ _LEASES: Final = Path(tempfile.gettempdir(), f"kvevents-ports-{os.getuid()}").op
 servers some time after it has chosen their ports. The file stays open, since closing it would release the locks."""
 atexit.register(_LEASES.close)
 _leases_of_process: Final[set[int]] = set()
-"""Ports that this process has reserved; its own locks do not prevent that it locks them again."""
+"""Ports that this process has reserved. The locks on files do not prevent the same process from locking a port again."""
 
 
 def reserve_port() -> int:

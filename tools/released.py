@@ -2,8 +2,8 @@
 
 A wheel is looked for in the folder that `KVEVENTS_WHEELS` names, then in `.cache/wheels` of the checkout, then downloaded there
 with `pip download --no-deps` (vLLM's is 336 MB, SGLang's 39 MB). One or two modules of an engine's wheel are extracted and
-executed as they are. What they import of their engine is replaced by the stubs below, which `publish`, the publisher's thread
-and its replay never call.
+executed without changes. The stubs below replace the modules' imports from their engine; `publish`, the publisher's thread and
+its replay never call the stubs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECKOUT: Final = Path(__file__).resolve().parent.parent
 CACHE: Final = CHECKOUT / ".cache"
 
 
-# Only pure Python is taken out of the wheels, so they are those of one platform, also on other machines.
+# Only pure Python is extracted, so wheels of one platform are used on all machines.
 _PLATFORM: Final = (
     *("--implementation", "cp", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3"),
     *(f"--platform=manylinux_{glibc}_x86_64" for glibc in ("2_35", "2_34", "2_31", "2_28")),

@@ -13,16 +13,16 @@ from benchmarks.service.server import Server, wait_until
 from benchmarks.service.workers import Endpoints
 
 SENDERS: Final = 2
-"""Number of processes that share the fleet."""
+"""Number of processes over which the fleet is distributed."""
 START_SECONDS: Final = 0.5
-"""Time until they begin: all at the same moment."""
+"""Seconds until the processes begin to send, all at the same moment."""
 CATCH_UP_SECONDS: Final = 5.0
-"""Time after the last batch, after which a batch that has not come is lost."""
+"""Seconds after the last batch; a batch that has not arrived by then counts as lost."""
 _STORED: Final = re.compile(rb'^dynamo_kvrouter_kv_cache_events_applied\{event_type="stored",status="ok"\} (\d+)', re.MULTILINE)
 
 
 def measure(contender: str, sources: int, rate: int, blocks: int, seconds: int) -> dict[str, float]:
-    """Return the CPU time of the service and of the senders in per cent of one CPU, and what the service lost."""
+    """Return the CPU time of the service and of the senders in percent of one CPU, and the number of lost batches."""
     fleet = {"ours": OurFleet, "dynamo": Fleet}[contender]
     with Server(contender) as server, ExitStack() as stack:
         shape = (SENDERS, rate, blocks, seconds)
@@ -79,7 +79,7 @@ class OurFleet(Fleet):
 
     @staticmethod
     def settle(server: Server, sources: int) -> None:
-        """Wait until nothing is missing except the first live batch, before which no source is EXACT."""
+        """Wait until each source lacks only the first live batch, which it needs to become EXACT."""
         wait_until(lambda: sum(map(_has_caught_up, _sources(server))) == sources, "every source to be caught up")
 
     @staticmethod

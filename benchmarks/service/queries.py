@@ -22,7 +22,7 @@ _PER_EVENT: Final = 512
 
 
 def measure(contender: str, seconds: int) -> dict[str, float]:
-    """Return p50 and p99 of one client, requests per second of 16, and the server's CPU time of each request."""
+    """Return p50 and p99 for one client, requests per second for 16 clients, and the server's CPU time per request."""
     prompt = chain(Random(11), max(LENGTHS) // BLOCK_SIZE)  # noqa: S311 - test data
     with Server(contender) as server, Workers(WORKERS) as workers:
         _fill(server, workers, prompt)
@@ -51,7 +51,7 @@ def _measure(server: Server, path: str, body: bytes, content_type: str, seconds:
     url = f"http://{HOST}:{server.port}{path}"
 
     def ask(clients: int, seconds: int) -> tuple[Load, float]:
-        """Return what wrk measured, and microseconds of CPU of a request."""
+        """Return the result of wrk, and the microseconds of CPU per request."""
         cpu_before = server.cpu
         result = load(url, body, content_type, clients, seconds)
         return result, (server.cpu - cpu_before) / result.requests * 1e6

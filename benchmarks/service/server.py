@@ -26,7 +26,7 @@ MODEL: Final = "m"
 HOST: Final = "127.0.0.1"
 JSON: Final = "application/json"
 PATIENCE: Final = 60.0
-"""Seconds for one answer, and for what is waited for."""
+"""Maximum number of seconds for one answer, and for each condition that is awaited."""
 POLL_SECONDS: Final = 0.002
 _LOG_TAIL: Final = 1_000
 """Number of characters of a failed service's log that are printed."""
@@ -60,12 +60,12 @@ class Server:
 
     @property
     def cpu(self) -> float:
-        """Seconds of CPU time, of all its processes and threads."""
+        """Seconds of CPU time of all processes and threads of the service."""
         return sum(map(measures.cpu_seconds, _family(self._process.pid)))
 
     @property
     def resident(self) -> int:
-        """Bytes in memory, of all its processes."""
+        """Resident bytes of all processes of the service."""
         return sum(map(measures.resident_bytes, _family(self._process.pid)))
 
     def ask(self, method: str, path: str, body: Any = None) -> bytes:
@@ -126,12 +126,12 @@ class Server:
 
 
 def query(tokens: list[int]) -> dict[str, Any]:
-    """Return the body of a `/query` for all that caches hold; services other than ours ignore `whole_prompt`."""
+    """Return the body of a `/query` that includes the last token; services other than ours ignore `whole_prompt`."""
     return {"token_ids": tokens, "model_name": MODEL, "whole_prompt": True}
 
 
 def wait_until(is_done: Callable[[], bool], subject: str, *, pause: float = POLL_SECONDS, patience: float = PATIENCE) -> None:
-    """Poll, `pause` seconds apart. Raise `TimeoutError`, which names what did not happen."""
+    """Poll a condition every `pause` seconds. Raise `TimeoutError`, which names the condition."""
     end = time.monotonic() + patience
     while not is_done():
         if time.monotonic() > end:
@@ -141,7 +141,7 @@ def wait_until(is_done: Callable[[], bool], subject: str, *, pause: float = POLL
 
 
 def _family(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
+    """Return a process and all of its descendants."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return [pid, *(descendant for child in children for descendant in _family(child))]

@@ -1,4 +1,4 @@
-"""From nothing to ready."""
+"""The start of a service until it is ready."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.service.server import Server
 
 SETTLE_SECONDS: Final = 1.0
-"""Time before the CPU of an idle service is read, and for which it is read."""
+"""Seconds before the CPU time of an idle service is measured, and seconds for which it is measured."""
 
 
 def measure(contender: str, starts: int) -> dict[str, float]:

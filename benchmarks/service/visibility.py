@@ -1,4 +1,4 @@
-"""From one event to an answer that has it, while nothing else happens."""
+"""The time from an event to an answer that contains it, on an otherwise idle service."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from benchmarks.service.workers import Workers
 from benchmarks.workload import chain, stores
 
 PAUSE_SECONDS: Final = 0.01
-"""Mean time between two events, which varies by half, so that events do not coincide with a timer of a service."""
+"""Mean number of seconds between two events. The time varies by half, so that events do not coincide with a timer of the
+service."""
 _LENGTH: Final = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 class Connection:
-    """A connection over which one question is asked as fast as a client in Python can."""
+    """A connection that repeats one query as fast as a client in Python can."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection((HOST, port))
@@ -44,7 +45,7 @@ class Connection:
 
 
 def measure(contender: str, events: int) -> dict[str, float]:
-    """Return p50 and p99 of it, and p50 of the question alone, in milliseconds."""
+    """Return p50 and p99 of the time until an event is visible, and p50 of a query, in milliseconds."""
     draw = random.Random(13)  # noqa: S311 - test data
     delays, questions = [], []
     with Server(contender) as server, Workers(1) as workers:

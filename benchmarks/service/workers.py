@@ -1,6 +1,6 @@
-"""Workers that the services follow: bare ZeroMQ, so that no publisher's thread delays what is sent.
+"""Workers that the services follow. They use only ZeroMQ, so that no publisher thread delays the batches.
 
-Each keeps everything that it has sent, and answers replay requests, since without replay no stream is EXACT to our service.
+Each worker stores all sent batches and answers replay requests, since our service needs replay to regard a stream as EXACT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_MS: Final = 100
 
 
 class Endpoints(NamedTuple):
-    """Addresses of one worker."""
+    """The endpoints of one worker."""
 
     events: str
     replay: str
@@ -55,7 +55,7 @@ class Workers:
         self._thread.start()
 
     def wait_for_subscribers(self) -> None:
-        """Wait until every worker has one."""
+        """Wait until every worker has a subscriber."""
         for socket in self._events:
             socket.recv()
 
@@ -115,9 +115,10 @@ def _requests(seed: int, blocks: int) -> Iterator[bytes]:
 
 
 def serve(count: int, first: int, every: int, rate: int, blocks: int, seconds: int) -> None:
-    """Be every `every`-th worker of a fleet from `first` on: `rate` batches per second of each worker, spread evenly.
+    """Run each `every`-th worker of a fleet from worker `first` on, with `rate` batches per second at equal intervals.
 
-    Report the endpoints, wait for subscribers and the time to begin, send, and answer replays until the parent is gone.
+    Report the endpoints, wait for subscribers and for the time to begin, send, and answer replay requests until the parent
+    ends.
     """
     fleet, batches = count * every, rate * seconds
     with Workers(count) as workers:

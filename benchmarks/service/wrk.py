@@ -1,4 +1,4 @@
-"""Requests by wrk, which costs the machine less than any client in Python."""
+"""Requests by wrk, which takes less CPU time than a client in Python."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Load(NamedTuple):
     p99: float
     requests: int
     rate: float
-    """Per second."""
+    """Requests per second."""
     errors: int
     late: int
-    """Answers that took longer than the patience."""
+    """Number of answers that took longer than `patience`."""
 
 
 def program() -> str:
-    """Where wrk is. Raises `SystemExit` with a sentence when it is not there."""
+    """Return the path of wrk. Raises `SystemExit` with a message if wrk is not installed."""
     path = shutil.which("wrk")
     return path or sys.exit(
         "the trials of the service need wrk: `tools/setup bench` installs it on Debian; or --only with other names"
@@ -47,7 +47,7 @@ def program() -> str:
 
 
 def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, patience: int = 2) -> Load:
-    """Send one request repeatedly: each client sends it over its own connection when it has its answer.
+    """Send one request repeatedly. Each client has its own connection, and sends the request again when the answer has arrived.
 
     An answer that takes longer than `patience` seconds is a failure, as is an invalid one.
     """

@@ -1,7 +1,7 @@
 """`python -m tools.conform.results`: plays every scenario against ours and the released rivals, and writes the results page.
 
 Results go to `docs/reference/conformance.json`, and the tables of `docs/reference/conformance.md` are made from that file; with
-`--tables` only the latter. `--only TARGET` plays one target again and keeps the results of the others.
+`--tables` only the latter. `--only TARGET` plays one target again and keeps the results of all other targets.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path, names: Sequence[str]) -> None:
 
 
 class SmgWorker:
-    """One engine with its servicer, in the process of all engines of a scenario."""
+    """One engine with its servicer; all engines of a scenario run in one process."""
 
     def __init__(self, name: str, port: int, program: Program) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-//! The allocator of all sides: mimalloc, or the system's where memory is measured, which is the one that wheels use.
+//! The allocator of all sides: mimalloc, or the system's allocator if memory is measured. Wheels use the system's allocator.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ffi::{CStr, OsStr};
@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use mimalloc::MiMalloc;
 
-/// The environment variable that chooses, and its value for the system's.
+/// The environment variable that selects the allocator, and its value for the system's allocator.
 const VARIABLE: &CStr = c"KVEVENTS_BENCH_ALLOCATOR";
 const SYSTEM: &CStr = c"system";
 
-/// Has a process of this program use the system's allocator.
+/// Makes a process of this program use the system's allocator.
 pub fn use_system(command: &mut Command) -> &mut Command {
     command.env(OsStr::from_bytes(VARIABLE.to_bytes()), OsStr::from_bytes(SYSTEM.to_bytes()))
 }
@@ -21,7 +21,7 @@ const UNKNOWN: u8 = 0;
 const MIMALLOC: u8 = 1;
 const OF_SYSTEM: u8 = 2;
 
-/// Decided at the first allocation, and the same from then on.
+/// Whether the process uses the system's allocator; determined at the first allocation, and constant afterwards.
 static CHOICE: AtomicU8 = AtomicU8::new(UNKNOWN);
 
 #[global_allocator]
@@ -31,7 +31,7 @@ struct Chosen;
 
 #[cold]
 fn choose() -> u8 {
-    // SAFETY: both texts end with a zero; nothing changes the environment before the first allocation, which is in the runtime's own start.
+    // SAFETY: both texts end with a zero. The first allocation is in the start of the runtime, before any code changes the environment.
     let value = unsafe {
         let value = libc::getenv(VARIABLE.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value))
@@ -49,11 +49,11 @@ fn is_mimalloc() -> bool {
     }
 }
 
-// SAFETY: every call goes to one and the same allocator of two that are sound, since the choice is made before anything is allocated.
+// SAFETY: all calls go to the same one of two sound allocators, since the choice is made before the first allocation.
 unsafe impl GlobalAlloc for Chosen {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are those that both ask for.
+        // SAFETY: the caller fulfils the conditions of `GlobalAlloc`, which are those of both allocators.
         unsafe {
             if is_mimalloc() {
                 MiMalloc.alloc(layout)
@@ -65,7 +65,7 @@ unsafe impl GlobalAlloc for Chosen {
 
     #[inline]
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as above, and the pointer is of the allocator that was chosen.
+        // SAFETY: as above, and the chosen allocator has created the pointer.
         unsafe {
             if is_mimalloc() {
                 MiMalloc.dealloc(pointer, layout)

@@ -1,4 +1,4 @@
-//! Payloads until they are applied, one worker's.
+//! Measures the time to apply the payloads of one worker.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use crate::sides::{self, Find, SIDES, Script, Side, Visit};
 use crate::table::{Reach, Row};
 use crate::workload::{BLOCK, CHAIN, Chain, Random};
 
-/// Batches that are applied one after the other.
+/// Batches that are applied in order.
 type Batches = Arc<Vec<Vec<u8>>>;
 
-/// Applies parts and takes the CPU time of each.
+/// A script that applies several parts, and measures the CPU time of each part.
 struct Parts {
     parts: Vec<Batches>,
     part: usize,
@@ -36,7 +36,7 @@ impl Script for Parts {
     }
 }
 
-/// One life of an index: what is applied before anything is measured, then stores, then removals of the same blocks.
+/// The payloads of one index: payloads that are applied before the measurement, then stores, then removals of the same blocks.
 struct Life {
     per_event: usize,
     blocks: usize,
@@ -56,7 +56,7 @@ impl Life {
     }
 }
 
-/// Nanoseconds a block of stores and of removals, of one run.
+/// One run, with its nanoseconds per block for stores and for removals.
 struct Run<'a>(&'a Life, [f64; 2]);
 
 impl Visit for Run<'_> {
@@ -78,7 +78,7 @@ impl Visit for Run<'_> {
     }
 }
 
-/// Nanoseconds a block.
+/// Returns the rows with nanoseconds per block.
 pub fn rows(quick: bool) -> Vec<Row> {
     let (all, runs) = if quick { (32_usize, 3) } else { (512, 5) };
     let mut random = Random(6);

@@ -1,5 +1,6 @@
-//! The index of kvevents beside the native indexes of other routers, on equal native input. `make bench-native`: all figures in one run,
-//! as tables of Markdown. Exits with 1 when a figure was not reached. `benchmarks/README.md` says how each is taken.
+//! Compares the index of kvevents with the native indexes of other routers, on equal native input. `make bench-native`: all figures in one
+//! run, as tables of Markdown. The exit code is 1 if a figure was not reached. `benchmarks/README.md` describes how each figure is
+//! measured.
 
 mod allocator;
 mod applying;
@@ -17,7 +18,7 @@ use std::process::exit;
 
 use table::{Row, json, markdown};
 
-/// A name for `--only`, a title, and what makes the rows.
+/// A table: its name for `--only`, its title, and the function that returns its rows.
 type Part = (&'static str, &'static str, fn(bool) -> Vec<Row>);
 
 const PARTS: [Part; 7] = [

@@ -1,4 +1,4 @@
-//! Lookups while nothing else goes on.
+//! Measures lookups without concurrent writes.
 
 use std::hint::black_box;
 
@@ -7,9 +7,9 @@ use crate::sides::{self, Find, Ours, SIDES, Side, Visit};
 use crate::table::{Reach, Row};
 use crate::workload::{BLOCK, CHAIN, Chain, Holdings, Random};
 
-/// Prompts that are looked up in turn, so that no cache of the processor holds what the next one needs.
+/// Number of prompts that are looked up in turn, so that no cache of the processor holds the data for the next prompt.
 const TURNS: usize = 384;
-/// Prompts of which all sides' scores are compared.
+/// Number of prompts for which the scores of all sides are compared.
 const COMPARED: usize = 8;
 
 /// An index and the prompts that are looked up in it.
@@ -22,7 +22,7 @@ struct Scenario {
 }
 
 impl Scenario {
-    /// One chain that workers hold whole.
+    /// Creates a scenario with a single chain, which each worker holds completely.
     fn warm(tokens: usize, workers: u32) -> Self {
         let chain = Chain::new(&mut Random(1), tokens / BLOCK as usize, BLOCK);
         Self {
@@ -34,7 +34,7 @@ impl Scenario {
         }
     }
 
-    /// Many chains, looked up one after the other.
+    /// Creates a scenario with many chains, which are looked up in turn.
     fn cold(tokens: usize, workers: u32) -> Self {
         let mut random = Random(2);
         let chains: Vec<_> = (0..TURNS)
@@ -49,7 +49,7 @@ impl Scenario {
         }
     }
 
-    /// Each worker holds a little more of the chain than the one before.
+    /// Creates a scenario in which each worker holds some blocks more of the chain than the previous worker.
     fn staggered(workers: u32) -> Self {
         let mut scenario = Self::warm(CHAIN * BLOCK as usize, workers);
         let part = |worker: u32| CHAIN * (worker as usize + 1) / workers as usize;
@@ -59,7 +59,7 @@ impl Scenario {
         scenario
     }
 
-    /// Every worker holds the first half of the prompt, and another chain goes on behind it.
+    /// Creates a scenario in which every worker holds the first half of the prompt, followed by blocks of a different chain.
     fn half_known(workers: u32) -> Self {
         let mut random = Random(3);
         let held = Chain::new(&mut random, CHAIN, BLOCK);
@@ -73,7 +73,7 @@ impl Scenario {
         }
     }
 
-    /// No worker holds the prompt.
+    /// Creates a scenario in which no worker holds the prompt.
     fn unknown(workers: u32) -> Self {
         let mut random = Random(4);
         let held = Chain::new(&mut random, CHAIN, BLOCK);
@@ -116,7 +116,7 @@ impl Scenario {
     }
 }
 
-/// Makes the index of every side.
+/// A visitor that creates the index of each side for a scenario.
 struct Indexes<'a>(&'a Scenario, Vec<Box<dyn Find>>);
 
 impl Visit for Indexes<'_> {
@@ -130,7 +130,7 @@ fn thousands(number: usize) -> String {
     format!("{},{:03}", number / 1_000, number % 1_000)
 }
 
-/// Microseconds of one lookup.
+/// Returns the rows with microseconds per lookup.
 pub fn rows(quick: bool) -> Vec<Row> {
     let rounds = if quick { 5 } else { 41 };
     let mut scenarios = Vec::new();
@@ -151,7 +151,7 @@ pub fn rows(quick: bool) -> Vec<Row> {
     scenarios.iter().map(each).collect()
 }
 
-/// Lookups of ours beside what has nothing to do with them.
+/// Returns the rows for our lookups in an index that also holds unrelated blocks.
 pub fn apart(quick: bool) -> Vec<Row> {
     const HOLDERS: u32 = 16;
     const OTHERS: u32 = 16;
@@ -198,12 +198,12 @@ pub fn apart(quick: bool) -> Vec<Row> {
     rows
 }
 
-/// A second KV cache group beside one with full attention.
+/// A second KV cache group beside a group with full attention.
 struct SecondGroup {
     what: &'static str,
     kind: &'static str,
     window: Option<u32>,
-    /// Blocks of the prompt that it holds, the last ones.
+    /// Number of blocks at the end of the prompt that the group holds.
     blocks: usize,
 }
 
@@ -228,7 +228,7 @@ const SECOND_GROUPS: [SecondGroup; 3] = [
     },
 ];
 
-/// Lookups of ours for engines with two KV cache groups, beside the same engines with one.
+/// Returns the rows for our lookups of engines with two KV cache groups, and of the same engines with one group.
 pub fn hybrid(quick: bool) -> Vec<Row> {
     let rounds = if quick { 5 } else { 41 };
     let fleets = if quick {

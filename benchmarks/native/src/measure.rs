@@ -1,14 +1,14 @@
-//! Clocks, and what is made of their readings.
+//! Clocks, and statistics of their readings.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// CPU time of this thread.
+/// Returns the CPU time of this thread.
 pub fn cpu() -> Duration {
     reading(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// CPU seconds that everything else on the machine has taken since it started.
+/// Returns the CPU seconds that all other programs have taken since the machine started.
 pub fn cpu_of_others() -> f64 {
     let text = std::fs::read_to_string("/proc/stat").expect("this is Linux");
     let numbers = text
@@ -18,34 +18,35 @@ pub fn cpu_of_others() -> f64 {
         .split_whitespace()
         .skip(1);
     let ticks: Vec<f64> = numbers.map(|number| number.parse().expect("it has numbers")).collect();
-    // User, nice and system; interrupts; time that the host of a virtual machine gave to others. Neither idle nor waiting for disks.
+    // Times for user, nice and system; for interrupts; and the time that the host of a virtual machine gave to other machines. Times for
+    // idling and for waiting for disks are left out.
     let busy = ticks[0] + ticks[1] + ticks[2] + ticks[5] + ticks[6] + ticks[7];
-    // SAFETY: a question without arguments that have to be valid.
+    // SAFETY: the function has no arguments with conditions.
     let ticks_per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
     busy / ticks_per_second as f64 - reading(libc::CLOCK_PROCESS_CPUTIME_ID).as_secs_f64()
 }
 
 fn reading(clock: libc::clockid_t) -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is to a timespec of this frame.
+    // SAFETY: the pointer is to a timespec in this stack frame.
     let failed = unsafe { libc::clock_gettime(clock, &mut now) };
     assert_eq!(failed, 0, "the clock is not available");
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// The value in the middle of the sorted ones.
+/// Returns the middle value of the sorted values.
 pub fn median(values: &mut [f64]) -> f64 {
     percentile(values, 0.5)
 }
 
-/// The value below which a share of the others is.
+/// Returns the value below which a given share of the values is.
 pub fn percentile(values: &mut [f64], share: f64) -> f64 {
     assert!(!values.is_empty(), "nothing was measured");
     values.sort_unstable_by(f64::total_cmp);
     values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
-/// Nanoseconds that one reading of `cpu` costs, which are part of every interval.
+/// Returns the nanoseconds of one reading of `cpu`, which are a part of every measured interval.
 pub fn clock_cost() -> f64 {
     const READINGS: u32 = 100_000;
     let start = cpu();
@@ -55,10 +56,11 @@ pub fn clock_cost() -> f64 {
     (cpu() - start).as_nanos() as f64 / f64::from(READINGS)
 }
 
-/// How long a side of a round works before the next one has its turn.
+/// Time for which one side of a round works before the next side has its turn.
 const TURN: Duration = Duration::from_millis(1);
 
-/// Microseconds of CPU that a call of each takes: they take turns of about a millisecond, and each figure is the median of its turns.
+/// Returns the microseconds of CPU per call of each function. The functions take turns of about a millisecond, and each figure is the
+/// median of a function's turns.
 pub fn in_turns(rounds: usize, calls: &mut [Box<dyn FnMut() + '_>]) -> Vec<f64> {
     let repeats: Vec<u32> = calls.iter_mut().map(|call| repeats(call)).collect();
     let mut times = vec![Vec::with_capacity(rounds); calls.len()];
@@ -73,7 +75,7 @@ pub fn in_turns(rounds: usize, calls: &mut [Box<dyn FnMut() + '_>]) -> Vec<f64> 
     times.iter_mut().map(|times| median(times)).collect()
 }
 
-/// How many calls make a turn; those that find it out also warm what is called.
+/// Returns the number of calls in a turn. The calls that determine the number also warm up the function.
 fn repeats(call: &mut Box<dyn FnMut() + '_>) -> u32 {
     let (start, mut count) = (Instant::now(), 0);
     while count < 3 || start.elapsed() < TURN {

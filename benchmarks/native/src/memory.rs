@@ -1,4 +1,4 @@
-//! Resident memory a block, each side in a process of its own, which uses the system's allocator.
+//! Measures the resident memory per block. Each side runs in a process of its own, with the system's allocator.
 
 use std::process::Command;
 
@@ -7,14 +7,15 @@ use crate::sides::{self, ChainIndexSide, Find, SIDES, Script, Side, Visit};
 use crate::table::{Row, short};
 use crate::workload::{BLOCK, CHAIN, Chain, Random};
 
-/// Sizes within one doubling at which memory is read: tables that double are sometimes full and sometimes not.
+/// Factors of sizes at which memory is read, from a size to almost its double: a table that doubles is full at some sizes and half empty at
+/// others.
 const SIZES: [f64; 5] = [1.0, 1.15, 1.32, 1.52, 1.74];
-/// Blocks of the smallest size.
+/// Number of blocks at the smallest size.
 const BLOCKS: usize = 1 << 20;
 /// kv-index 2.0.0 panics at the 262,145th child of a node.
 const CHAIN_INDEX_ROOTS: usize = 150_000;
 
-/// What is stored: blocks of a chain, blocks of an event, workers that hold each chain.
+/// The form of the stored data: number of blocks per chain, number of blocks per event, and number of workers that hold each chain.
 #[derive(Clone, Copy)]
 struct Shape {
     name: &'static str,
@@ -60,7 +61,7 @@ const SHAPES: [Shape; 4] = [
     },
 ];
 
-/// Bytes of this process that are in memory.
+/// Returns the resident bytes of this process.
 fn resident() -> usize {
     let text = std::fs::read_to_string("/proc/self/statm").expect("this is Linux");
     let pages: usize = text
@@ -73,13 +74,13 @@ fn resident() -> usize {
     pages * page as usize
 }
 
-/// Grows an index and notes its memory at each size.
+/// A script that adds blocks to an index, and records the index's memory at each size.
 struct Grow {
     shape: Shape,
     random: Random,
     sizes: Vec<usize>,
     before: usize,
-    /// Blocks of all workers.
+    /// Total number of blocks of all workers.
     held: usize,
     chain: Chain,
     worker: u32,
@@ -134,10 +135,10 @@ impl Visit for Grown {
     }
 }
 
-/// The word that makes this program the process of one side.
+/// The first argument with which this program runs as the process of one side.
 pub const GROW: &str = "grow";
 
-/// In the process of one side: prints the bytes a block at each size.
+/// Prints the bytes per block at each size; called in the process of one side.
 pub fn grow(arguments: &mut impl Iterator<Item = String>) {
     let [side, shape, blocks] = [(); 3].map(|()| arguments.next().expect("grow SIDE SHAPE BLOCKS"));
     let number = SIDES.iter().position(|name| *name == side).expect("it is the name of a side");
@@ -156,7 +157,7 @@ pub fn grow(arguments: &mut impl Iterator<Item = String>) {
     println!("{}", words.join(" "));
 }
 
-/// Bytes a block: the most of all sizes is judged.
+/// Returns the rows with bytes per block. The maximum over all sizes is judged.
 pub fn rows(quick: bool) -> Vec<Row> {
     let program = std::env::current_exe().expect("this program has a path");
     let measure = |side: &str, shape: &Shape| -> Vec<f64> {

@@ -1,4 +1,5 @@
-//! What a router sees: prompts that share documents, caches that evict, answers decoded block by block.
+//! Measures traffic as routers have it: prompts that share documents, caches that evict blocks, and answers that are decoded block by
+//! block.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,13 +11,13 @@ use crate::table::{Reach, Row};
 use crate::workload::{self, BLOCK, Chain, Random};
 
 const DOCUMENTS: usize = 256;
-/// Blocks of a document.
+/// Range of the number of blocks of a document.
 const LENGTHS: std::ops::RangeInclusive<u64> = 64..=1_024;
-/// Blocks of a prompt behind what it has of a document, at most.
+/// Maximum number of blocks of a prompt after the blocks of its document.
 const OWN: u64 = 96;
-/// Blocks that are decoded for each request.
+/// Number of blocks that are decoded for each request.
 const DECODED: usize = 16;
-/// Of ten requests, those that go to a worker with the longest prefix. The others go anywhere.
+/// Number of requests, out of ten, that go to a worker with the longest prefix. The other requests go to random workers.
 const ROUTED: u64 = 7;
 
 enum Step {
@@ -24,17 +25,17 @@ enum Step {
     Apply(u32, Vec<u8>),
 }
 
-/// Lookups and batches in their order, the same for every side: the caches are simulated here.
+/// Lookups and batches in their order, which are equal for every side, because this module simulates the caches.
 pub struct Trace {
     steps: Vec<Step>,
     finds: usize,
-    /// Batches.
+    /// Number of batches.
     batches: usize,
-    /// Blocks stored and removed.
+    /// Number of stored and removed blocks.
     blocks: usize,
 }
 
-/// One worker's cache: least recently used first, of one request the last block first.
+/// The cache of one worker. It evicts the least recently used request first, and of one request the last block first.
 #[derive(Default)]
 struct Cache {
     stamps: HashMap<u64, u64>,
@@ -42,7 +43,7 @@ struct Cache {
 }
 
 impl Cache {
-    /// Says whether the block was there.
+    /// Returns whether the cache held the block.
     fn touch(&mut self, hash: u64, stamp: u64) -> bool {
         self.order.insert(stamp, hash);
         let known = self.stamps.insert(hash, stamp);
@@ -60,13 +61,13 @@ struct Builder {
     random: Random,
     caches: Vec<Cache>,
     capacity: usize,
-    /// Workers by block.
+    /// The workers that hold each block.
     holders: HashMap<u64, u128>,
     trace: Trace,
 }
 
 impl Builder {
-    /// A worker with the longest prefix of a chain; any worker if none holds anything.
+    /// Returns a worker with the longest prefix of a chain, or a random worker if no worker holds a block of the chain.
     fn best(&mut self, chain: &Chain) -> u32 {
         let mut alive = u128::MAX;
         for hash in &chain.hashes {
@@ -83,7 +84,7 @@ impl Builder {
         alive.trailing_zeros()
     }
 
-    /// The blocks `from..to` of a request come into a cache, in one batch with what they evict.
+    /// Adds the blocks `from..to` of a request to a cache, in one batch with the removals of evicted blocks.
     fn hold(&mut self, worker: u32, chain: &Chain, from: usize, to: usize, request: u64) {
         let cache = &mut self.caches[worker as usize];
         let stamp = |at: usize| (request + 1) * 0x1_0000 - 1 - at as u64;
@@ -92,7 +93,7 @@ impl Builder {
         if first == to {
             return;
         }
-        // The first that is not known was touched too, and so entered.
+        // The first unknown block was touched too, which added it to the cache.
         for at in first + 1..to {
             assert!(
                 !cache.touch(chain.hashes[at], stamp(at)),
@@ -121,7 +122,7 @@ impl Builder {
 }
 
 impl Trace {
-    /// The trace of so many requests to so many workers.
+    /// Returns the trace of a number of requests to a number of workers.
     pub fn new(workers: u32, capacity: usize, requests: u64) -> Self {
         let mut random = Random(7);
         let document = |random: &mut Random| {
@@ -167,11 +168,11 @@ impl Trace {
     }
 }
 
-/// Goes through a trace and takes the time of each step.
+/// A script that replays a trace and measures the time of each step.
 struct Replay {
     trace: Arc<Trace>,
     at: usize,
-    /// When the batch that is being applied was handed out.
+    /// Time at which the batch that is being applied was returned.
     since: Option<Duration>,
     find: f64,
     apply: f64,
@@ -201,7 +202,7 @@ impl Script for Replay {
     }
 }
 
-/// One run of one side: microseconds a lookup, nanoseconds a block, and the sum of all scores.
+/// One run of each side, with the results: microseconds per lookup, nanoseconds per block, and the sum of all scores.
 struct Run {
     trace: Arc<Trace>,
     workers: u32,
@@ -233,7 +234,7 @@ impl Visit for Run {
     }
 }
 
-/// Microseconds of a lookup and nanoseconds of a block.
+/// Returns the rows with microseconds per lookup and nanoseconds per block.
 pub fn rows(quick: bool) -> Vec<Row> {
     let (requests, runs) = if quick { (600, 1) } else { (6_000, 5) };
     let clock = clock_cost();

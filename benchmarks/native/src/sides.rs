@@ -1,4 +1,4 @@
-//! The indexes that are compared, each behind the same interface. Every one gets payloads as they come from the wire, and token ids.
+//! The indexes that are compared, each behind the same interface. Every index gets payloads as they are sent, and token ids.
 
 mod chain_index;
 mod crtc;
@@ -12,42 +12,42 @@ pub use crtc::Crtc;
 pub use dynamo::{Positional, Radix};
 pub use ours::Ours;
 
-/// Blocks of a prompt's prefix by worker.
+/// Maps each worker to the number of blocks in its prefix of a prompt.
 pub type Scores = BTreeMap<u32, u32>;
 
-/// Lookups.
+/// Lookups in an index.
 pub trait Find {
-    /// Looks a prompt up, from token ids to an answer in the index's own form, which is read once. Returns the sum of the scores.
+    /// Looks up the token ids of a prompt, and reads the answer once, in the index's own form. Returns the sum of the scores.
     fn find(&self, tokens: &[u32]) -> u64;
 
-    /// The same answer, to be compared with that of others.
+    /// Returns the answer in a form that can be compared with the answers of other indexes.
     fn scores(&self, tokens: &[u32]) -> Scores;
 }
 
-/// What a side is to do, one payload after the other.
+/// The actions of a side, payload by payload.
 pub trait Script {
-    /// The next payload and the worker that sends it, or None at the end. Called when the payload before is applied: what has to be timed
-    /// or looked up in between is done here.
+    /// Returns the next payload and its worker, or None at the end. The call follows the application of the previous payload, so scripts
+    /// measure times and look up prompts in this function.
     fn next(&mut self, index: &dyn Find) -> Option<(u32, &[u8])>;
 }
 
 /// An index that is driven by payloads.
 pub trait Side: Find + 'static {
-    /// As in tables.
+    /// The name of the index in tables.
     const NAME: &'static str;
 
     /// An empty index for workers below `workers` with blocks of `size` tokens.
     fn new(workers: u32, size: u32) -> Self;
 
-    /// Applies what a script hands out, and returns it. Once in the life of an index.
+    /// Applies the payloads of a script, and returns the script. May be called once per index.
     fn run<S: Script + Send + 'static>(&mut self, script: S) -> S;
 
-    /// Nanoseconds that driving the index takes for each payload, apart from what is measured.
+    /// Nanoseconds of overhead per payload, which are not a part of the measured work.
     fn overhead() -> f64 {
         0.0
     }
 
-    /// An index with all of these applied.
+    /// Returns an index to which all of the payloads were applied.
     fn filled(workers: u32, size: u32, payloads: impl Iterator<Item = (u32, Vec<u8>)> + Send + 'static) -> Self
     where
         Self: Sized,
@@ -58,16 +58,16 @@ pub trait Side: Find + 'static {
     }
 }
 
-/// Something that is done with each side.
+/// An action for each side.
 pub trait Visit {
-    /// Does it.
+    /// Performs the action for one side.
     fn visit<S: Side>(&mut self);
 }
 
-/// Names in the order in which sides are visited: ours first, then Dynamo's three.
+/// Names of the sides in the order of visits: ours first, then the three of Dynamo.
 pub const SIDES: [&str; 5] = [Ours::NAME, Radix::NAME, Crtc::NAME, Positional::NAME, ChainIndexSide::NAME];
 
-/// Visits the side of a number in `SIDES`.
+/// Visits the side with a given index in `SIDES`.
 pub fn visit(side: usize, visitor: &mut impl Visit) {
     match side {
         0 => visitor.visit::<Ours>(),
@@ -79,16 +79,16 @@ pub fn visit(side: usize, visitor: &mut impl Visit) {
     }
 }
 
-/// A side that answers in other threads while it is driven.
+/// A side that answers lookups in other threads while payloads are applied.
 pub trait Shared: Side {
-    /// Its lookups.
+    /// The type of its lookups.
     type Reader: Find + Send + 'static;
 
     /// Lookups of the same index.
     fn reader(&self) -> Self::Reader;
 }
 
-/// A script that applies payloads and does nothing else.
+/// A script that only applies payloads.
 struct Fill<I>(I, Vec<u8>);
 
 impl<I: Iterator<Item = (u32, Vec<u8>)>> Script for Fill<I> {

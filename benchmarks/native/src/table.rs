@@ -4,14 +4,14 @@ use std::fmt::Write;
 
 use crate::sides::SIDES;
 
-/// What a row has to reach, if anything.
+/// The limit by which a row is judged.
 #[derive(Clone, Copy, Debug)]
 pub enum Reach {
-    /// At most this much of the best other side.
+    /// At most this multiple of the best other side's figure.
     Best(f64),
-    /// At most this much of the best of Dynamo's three.
+    /// At most this multiple of the best figure of Dynamo's three indexes.
     Dynamo(f64),
-    /// At most this much of `ChainIndex`.
+    /// At most this multiple of the figure of `ChainIndex`.
     ChainIndex(f64),
 }
 
@@ -26,7 +26,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// A figure that is better when it is smaller, in the order of `SIDES`; None where a side has none.
+    /// A figure that is better when it is smaller, in the order of `SIDES`; None if a side has no figure.
     pub fn least(what: String, figures: &[Option<f64>], reach: Reach) -> Self {
         let best = |from: usize, to: usize| figures[from..to].iter().flatten().copied().fold(f64::INFINITY, f64::min);
         let ours = figures[0].expect("ours is always measured");
@@ -39,7 +39,7 @@ impl Row {
         Self::new(what, cells).judged(measured, limit, false, words)
     }
 
-    /// A row of such cells that is not judged.
+    /// Creates a row that is not judged.
     pub fn new(what: String, mut cells: Vec<String>) -> Self {
         cells.resize(SIDES.len(), String::new());
         Self {
@@ -51,7 +51,7 @@ impl Row {
         }
     }
 
-    /// The same judged by one number.
+    /// Returns the row with a limit by which it is judged.
     pub fn judged(self, measured: f64, limit: f64, at_least: bool, words: &str) -> Self {
         let sign = if at_least { "at least" } else { "at most" };
         Self {
@@ -62,18 +62,18 @@ impl Row {
         }
     }
 
-    /// The same with a reason for not being judged.
+    /// Returns the row with a reason why it is not judged.
     pub fn unjudged(self, reason: String) -> Self {
         Self { reach: reason, ..self }
     }
 
-    /// Whether it is judged and was not reached.
+    /// Whether the row is judged, and its limit was not reached.
     pub fn is_missed(&self) -> bool {
         self.met == Some(false)
     }
 }
 
-/// Three digits of a number.
+/// Formats a number with three significant digits.
 pub fn short(value: f64) -> String {
     match value.abs() {
         100.0.. => format!("{value:.0}"),
@@ -84,7 +84,7 @@ pub fn short(value: f64) -> String {
     }
 }
 
-/// The same as an object of JSON. What is quoted is plain ASCII, so that Rust's quotes are those of JSON.
+/// Formats a table as a JSON object. All texts are ASCII, so Rust's quoted form is valid JSON.
 pub fn json(title: &str, rows: &[Row]) -> String {
     let cell = |row: &Row| {
         let (measured, met) = (
@@ -103,7 +103,7 @@ pub fn json(title: &str, rows: &[Row]) -> String {
     )
 }
 
-/// A table in Markdown.
+/// Formats a table in Markdown.
 pub fn markdown(title: &str, rows: &[Row]) -> String {
     let mut out = format!("### {title}\n\n| |");
     for side in SIDES {

@@ -1,4 +1,4 @@
-//! A thread that looks a prompt up beside one that applies at full speed.
+//! Measures a thread that looks up a prompt while a second thread applies payloads at full speed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -11,30 +11,30 @@ use crate::sides::{ChainIndexSide, Crtc, Find, Ours, Positional, SIDES, Script, 
 use crate::table::{Row, short};
 use crate::workload::{BLOCK, CHAIN, Chain, Holdings, Random};
 
-/// Workers that hold the prompt.
+/// Number of workers that hold the prompt.
 const HOLDERS: u32 = 16;
-/// Blocks of each event of the writer.
+/// Number of blocks in each event of the writer.
 const EVENT: usize = 32;
-/// Chains that the writer stores, all of them, and removes again.
+/// Number of chains; the writer stores all chains, and then removes all of them.
 const WRITTEN: usize = 64;
-/// How often the writer looks whether it is to go on.
+/// Time between two checks of whether the writer must stop.
 const LOOK: Duration = Duration::from_micros(200);
 
-/// CPUs that everything else may have taken meanwhile, for a row to be judged.
+/// Maximum number of CPUs that other programs may use during a measurement; above it, the row is not judged.
 const OTHERS: f64 = 0.15;
 
 const WAITS: u8 = 0;
 const WRITES: u8 = 1;
 const ENDS: u8 = 2;
 
-/// What both threads see.
+/// The state that the two threads share.
 #[derive(Default)]
 struct Control {
     state: AtomicU8,
     blocks: AtomicU64,
 }
 
-/// Fills the index, says so, and writes until it is stopped.
+/// A script that fills the index, reports the end of this phase, and writes until it is stopped.
 struct Writer<I> {
     fill: I,
     payload: Vec<u8>,
@@ -66,17 +66,17 @@ impl<I: Iterator<Item = (u32, Vec<u8>)>> Script for Writer<I> {
     }
 }
 
-/// Medians of the rounds: lookups in microseconds, M blocks a second.
+/// Medians over the rounds: microseconds per lookup, and millions of blocks per second.
 struct Found {
     alone: [f64; 2],
     beside: [f64; 2],
     writes_alone: f64,
     writes_beside: f64,
-    /// CPUs that everything else took while both threads ran.
+    /// Number of CPUs that other programs used while the two threads ran.
     others: f64,
 }
 
-/// Lookups for a while: the median and the 99th percentile, in microseconds.
+/// Repeats lookups for some time, and returns the median and the 99th percentile in microseconds.
 fn reads(reader: &impl Find, prompt: &[u32], expected: u64, span: Duration) -> [f64; 2] {
     let (start, mut times) = (Instant::now(), Vec::new());
     while start.elapsed() < span {
@@ -147,7 +147,7 @@ fn measure<S: Shared>(tokens: usize, rounds: usize, span: Duration) -> Found {
     }
 }
 
-/// Microseconds and M blocks a second, alone and beside each other.
+/// Returns the rows with microseconds per lookup and millions of blocks per second, for each thread alone and for both together.
 pub fn rows(quick: bool) -> Vec<Row> {
     let (rounds, span) = if quick { (1, 100) } else { (7, 300) };
     let span = Duration::from_millis(span);

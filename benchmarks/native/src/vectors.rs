@@ -8,7 +8,7 @@ use dynamo_kv_router::protocols::{
 use kv_index::salt::namespaced_request_content_hashes;
 use kv_index::{SequenceHash, chain_prefix_hash};
 
-/// One prompt, and where its blocks are kept apart from others.
+/// One prompt, and the namespace of its blocks.
 struct Case {
     name: &'static str,
     /// Token `i` is `(first + i * step) % 2^17`.
@@ -90,7 +90,7 @@ impl Case {
         (0..self.tokens as u32).map(token).collect()
     }
 
-    /// By dynamo-kv-router.
+    /// The keys that dynamo-kv-router computes.
     fn dynamo(&self) -> Hashes {
         let object = |mm_hash| BlockMmObjectInfo {
             mm_hash,
@@ -112,7 +112,7 @@ impl Case {
         (local.iter().map(|hash| hash.0).collect(), rolling)
     }
 
-    /// By kv-index, which knows neither multimodal items nor EAGLE's windows.
+    /// The keys that kv-index computes; it supports neither multimodal items nor EAGLE's windows.
     fn kv_index(&self) -> Option<Hashes> {
         if self.item.is_some() || self.eagle {
             return None;

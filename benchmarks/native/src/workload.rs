@@ -1,12 +1,12 @@
-//! What all sides index and look up: the same tokens, the same engine hashes, the same payloads.
+//! The data that all sides index and look up: equal tokens, equal engine hashes, equal payloads.
 
 use std::sync::Arc;
 
 use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_block_hash_for_seq, compute_next_seq_hash};
 
-/// Tokens of a block where nothing else is said.
+/// Default number of tokens of a block.
 pub const BLOCK: u32 = 16;
-/// Blocks of a long chain: a prompt of 32,768 tokens.
+/// Number of blocks of a long chain: a prompt of 32,768 tokens.
 pub const CHAIN: usize = 2_048;
 const VOCABULARY: u64 = 128_256;
 
@@ -15,7 +15,7 @@ const VOCABULARY: u64 = 128_256;
 pub struct Random(pub u64);
 
 impl Random {
-    /// The next number.
+    /// Returns the next number.
     pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -23,12 +23,12 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`.
+    /// Returns a number below `bound`.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.draw() % bound
     }
 
-    /// A number from 0 to 1.
+    /// Returns a number from 0 to 1.
     pub fn unit(&mut self) -> f64 {
         (self.draw() >> 11) as f64 / (1_u64 << 53) as f64
     }
@@ -39,25 +39,26 @@ impl Random {
     }
 }
 
-/// The blocks of one prompt. Engine hashes are rolling keys, since `PositionalIndexer` compares what engines send with what it rolls itself.
+/// The blocks of one prompt. Engine hashes are rolling keys, since `PositionalIndexer` compares the engines' hashes with rolling keys that
+/// it computes.
 #[derive(Clone, Debug, Default)]
 pub struct Chain {
     /// Token ids of all blocks.
     pub tokens: Vec<u32>,
     /// The engine's hash of each block.
     pub hashes: Vec<u64>,
-    /// Tokens of a block.
+    /// Number of tokens of a block.
     pub size: u32,
 }
 
 impl Chain {
-    /// A chain of `blocks` random blocks.
+    /// Returns a chain of `blocks` random blocks.
     pub fn new(random: &mut Random, blocks: usize, size: u32) -> Self {
         let empty = Self { size, ..Self::default() };
         empty.extended(random, blocks)
     }
 
-    /// Its blocks and `blocks` random ones behind them.
+    /// Returns the chain's blocks, followed by `blocks` random blocks.
     pub fn extended(&self, random: &mut Random, blocks: usize) -> Self {
         let mut longer = self.clone();
         longer.tokens.extend(random.tokens(blocks * self.size as usize));
@@ -72,7 +73,7 @@ impl Chain {
         longer
     }
 
-    /// Its first blocks.
+    /// Returns the first blocks of the chain.
     pub fn prefix(&self, blocks: usize) -> Self {
         Self {
             tokens: self.tokens[..blocks * self.size as usize].to_vec(),
@@ -81,12 +82,12 @@ impl Chain {
         }
     }
 
-    /// Its number of blocks.
+    /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.hashes.len()
     }
 
-    /// A batch that stores the blocks `from..to`.
+    /// Returns a batch that stores the blocks `from..to`.
     pub fn store(&self, from: usize, to: usize) -> Vec<u8> {
         let mut out = Vec::new();
         batch(&mut out, 1);
@@ -95,7 +96,7 @@ impl Chain {
         out
     }
 
-    /// The event of that batch, appended to a batch that is being written.
+    /// Appends an event that stores the blocks `from..to` to an incomplete batch.
     pub fn put_store(&self, out: &mut Vec<u8>, from: usize, to: usize) {
         let parent = from.checked_sub(1).map(|before| self.hashes[before]);
         let tokens = &self.tokens[from * self.size as usize..to * self.size as usize];
@@ -113,13 +114,13 @@ impl Chain {
         out
     }
 
-    /// Batches that store all of it, `per_event` blocks each.
+    /// Returns batches that store all blocks of the chain, `per_event` blocks each.
     pub fn stores(&self, per_event: usize) -> impl Iterator<Item = Vec<u8>> + '_ {
         let starts = (0..self.blocks()).step_by(per_event);
         starts.map(move |from| self.store(from, self.blocks().min(from + per_event)))
     }
 
-    /// Batches that remove all of it, the last block first, `per_event` blocks each.
+    /// Returns batches that remove all blocks of the chain, the last block first, with `per_event` blocks each.
     pub fn removals(&self, per_event: usize) -> impl Iterator<Item = Vec<u8>> + '_ {
         let backwards: Vec<u64> = self.hashes.iter().rev().copied().collect();
         (0..self.blocks()).step_by(per_event).map(move |from| {
@@ -132,20 +133,20 @@ impl Chain {
     }
 }
 
-/// Blocks of an event where nothing else is said.
+/// Default number of blocks of an event.
 const EVENT: usize = 512;
 
-/// Who holds how much of which chain.
+/// The workers' prefixes of chains.
 #[derive(Clone, Debug)]
 pub struct Holdings {
     /// The chains.
     pub chains: Arc<Vec<Chain>>,
-    /// Worker, number of the chain, blocks of it from the root on.
+    /// Worker, index of the chain, and number of its blocks that the worker holds from the root on.
     pub held: Vec<(u32, usize, usize)>,
 }
 
 impl Holdings {
-    /// Every worker below `workers` holds all of every chain.
+    /// Returns holdings in which every worker below `workers` holds all blocks of every chain.
     pub fn whole(chains: Vec<Chain>, workers: u32) -> Self {
         let all = |worker| chains.iter().enumerate().map(move |(at, chain)| (worker, at, chain.blocks()));
         let held = (0..workers).flat_map(all).collect();
@@ -155,7 +156,7 @@ impl Holdings {
         }
     }
 
-    /// Workers and batches that store all of it.
+    /// Returns batches that store all held blocks, each with its worker.
     pub fn payloads(&self) -> impl Iterator<Item = (u32, Vec<u8>)> + Send + use<> {
         let chains = self.chains.clone();
         self.held.clone().into_iter().flat_map(move |(worker, chain, blocks)| {
@@ -209,14 +210,14 @@ fn hash(out: &mut Vec<u8>, hash: u64) {
 
 const NIL: u8 = 0xC0;
 
-/// Begins a batch of so many events.
+/// Begins a batch of `events` events.
 pub fn batch(out: &mut Vec<u8>, events: usize) {
     out.extend([0x93, 0xCB]);
     out.extend(1_700_000_000.25_f64.to_be_bytes());
     array(out, events);
 }
 
-/// Ends a batch: its rank.
+/// Ends a batch with its rank.
 pub fn end(out: &mut Vec<u8>) {
     out.push(0);
 }

@@ -1,8 +1,8 @@
-//! Follows engines that publish events over ZeroMQ, and says every second which of them holds a prompt:
+//! Follows engines that publish events over ZeroMQ, and prints every second which engines hold a prompt:
 //! `cargo run -- vllm=tcp://127.0.0.1:5557 --tokens 1,2,3,4`.
 //!
-//! It applies live batches in the order in which they arrive. A program that also asks for the batches that it has missed, and recognises
-//! publishers that restart, calls `Index::gap` and `Index::reset`; kvevents' subscriber in Python does so.
+//! The example applies live batches in the order in which they arrive. A program that also requests missed batches and recognises restarted
+//! publishers calls `Index::gap` and `Index::reset`, as kvevents' subscriber in Python does.
 
 use std::error::Error;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
-//! Measures the compactor: the median time for a payload that stores blocks of 16 tokens, and for one that removes them, while the number
-//! of live blocks stays the same; and the time of scanning alone. Then the time to encode all live blocks as payloads, and to apply these
-//! again.
+//! Measures the compactor: the median time for a payload that stores blocks of 16 tokens, and for a payload that removes these blocks,
+//! while the number of live blocks stays the same; and the time of scanning without compaction. Then measures the time to encode all live
+//! blocks as payloads, and to apply these payloads to an empty compactor.
 //!
 //! `cargo run --release -p kvevents-compaction --example compactor_timing`
 
@@ -11,10 +11,10 @@ use kvevents_index::wire::scan::{Limits, Schema, Scratch, scan};
 
 /// Number of tokens per block.
 const SIZE: usize = 16;
-/// Number of blocks that are live all the time.
+/// Number of blocks that stay live during the measurement.
 const LIVE: usize = 200_000;
 
-/// A small generator of numbers that is good enough here.
+/// A small generator of pseudo-random numbers, sufficient for test data.
 struct Random(u64);
 
 impl Random {

@@ -83,7 +83,7 @@ impl GroupRules {
         Some(())
     }
 
-    /// All rules.
+    /// The rules of all groups.
     pub fn iter(&self) -> impl Iterator<Item = &GroupRule> {
         self.0.iter()
     }

@@ -236,7 +236,7 @@ impl State {
         }
     }
 
-    /// Records a store that might repeat a copy which the block already had on the same placement.
+    /// Records a store that might repeat a copy: the block already had a copy on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);

@@ -592,7 +592,7 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
     outcome.expect("within limits");
 }
 
-/// Hashes of blocks that have copies which might be gone, with their placements.
+/// Hashes and placements of blocks with copies that might be gone.
 fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
     let blocks = &state.blocks;
     let doubtful = blocks.numbers().flat_map(|number| {

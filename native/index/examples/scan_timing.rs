@@ -9,7 +9,7 @@ use std::time::Instant;
 use kvevents_index::wire::msgpack::Reader;
 use kvevents_index::wire::scan::{Limits, Schema, Scratch, scan};
 
-/// A small generator of numbers that is good enough here.
+/// A small generator of pseudo-random numbers, sufficient for test data.
 struct Random(u64);
 
 impl Random {
@@ -24,7 +24,7 @@ impl Random {
         (self.next() % 128_256) as u32
     }
 
-    /// One token in ten is below 256; the logarithm of the others is uniform.
+    /// One token in ten is below 256; the logarithm of the other tokens is uniform.
     fn skewed(&mut self) -> u32 {
         if self.next().is_multiple_of(10) {
             return (self.next() % 256) as u32;
@@ -112,7 +112,7 @@ fn batch(events: usize, blocks: usize, map: bool, random: &mut Random, draw: fn(
     out
 }
 
-/// The best of many rounds over all payloads, in nanoseconds for one of them.
+/// Returns the shortest time of many rounds over all payloads, in nanoseconds per payload.
 fn timed(payloads: &[Vec<u8>], mut read: impl FnMut(&[u8])) -> f64 {
     let rounds = (0..30).map(|_| {
         let start = Instant::now();
@@ -122,7 +122,7 @@ fn timed(payloads: &[Vec<u8>], mut read: impl FnMut(&[u8])) -> f64 {
     rounds.fold(f64::INFINITY, f64::min)
 }
 
-/// Nanoseconds a block for the token ids of 512 blocks.
+/// Returns the nanoseconds per block for reading the token ids of 512 blocks.
 fn one_by_one(random: &mut Random, draw: fn(&mut Random) -> u32) -> f64 {
     let tokens = |_| {
         let mut out = Vec::new();
@@ -157,7 +157,7 @@ fn main() {
             (1, 1, false),
             (64, 1, true),
         ] {
-            // Many payloads in turn, lest the branch predictor learns one by heart.
+            // Many payloads in turn, so that the branch predictor does not learn a single payload.
             let random = &mut Random(7);
             let payloads: Vec<_> = (0..2_000_usize.min(20_000 / (events * blocks)))
                 .map(|_| batch(events, blocks, map, random, draw))

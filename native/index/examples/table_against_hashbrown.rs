@@ -1,6 +1,6 @@
-//! The index's table beside 1,024 tables of `hashbrown` that grow one at a time, both of record numbers whose hashes are in the records.
-//! They take turns of some inserts while they grow, then of lookups and removals. Nanoseconds an entry, bytes an entry, and the longest
-//! turn. The index prefetches what an insert needs, which `hashbrown` has no call for.
+//! Compares the index's table with 1,024 tables of `hashbrown` that grow one at a time. Both store record numbers; the hashes are in the
+//! records. The two take turns: of insertions while they grow, then of lookups and removals. Prints the nanoseconds and bytes per entry,
+//! and the longest turn. The index prefetches the memory that an insertion needs; `hashbrown` has no function for this.
 //!
 //! `cargo run --release --example table_against_hashbrown [ENTRIES]`
 
@@ -10,18 +10,18 @@ use std::time::Instant;
 use hashbrown::HashTable;
 use kvevents_index::memory::table::{Stage, Table, TableHash};
 
-/// A record of the size of the index's, so that reading a hash costs the same.
+/// A record with the size of the index's records, so that reading a hash takes the same time.
 type Record = [u64; 3];
 
 const SHARDS: usize = 1_024;
-/// Number of entries of a turn.
+/// Number of entries that are inserted, looked up or removed in one turn.
 const TURN: usize = 256;
 /// Maximum number of lookups and removals.
 const MOST: usize = 4_000_000;
-/// How many entries ahead the parts of a table are prefetched.
+/// Number of entries by which prefetching precedes an insertion.
 const AHEAD: [(usize, Stage); 3] = [(24, Stage::Directory), (16, Stage::Segment), (8, Stage::Bucket)];
 
-/// Seconds of all turns, and of the longest.
+/// Total seconds of all turns, and seconds of the longest turn.
 #[derive(Clone, Copy, Default)]
 struct Time {
     sum: f64,

@@ -12,7 +12,7 @@ pub const RANKS: usize = 64;
 /// Bounds of an index; input that is dropped at a bound is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Maximum number of bytes of the index. While it takes more, it refuses new blocks.
+    /// Maximum number of bytes of the index. While the index takes more bytes, it refuses new blocks.
     pub memory: Option<usize>,
     /// Maximum number of blocks of one stream that wait for their parent or their tokens.
     pub orphans: usize,

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Numbers are little-endian. A sum is the XXH3-64 of the payload. The seed of a sum is the previous sum plus the length; the XXH3-64 of
-//! the head is the sum before the first frame. So a frame that is lost, moved or left over from another file is detected.
+//! the head is the sum before the first frame. So a lost frame, a moved frame and a frame of a different file are detected.
 //!
 //! The payloads together are a sequence of items; the first byte of each item is its kind. Counts are LEB128 numbers; hashes and other
 //! numbers have a fixed size.

@@ -218,8 +218,8 @@ impl Stream {
     /// Compares the blocks on the device with an attestation of the engine. Returns None if the two differ and blocks that were refused at
     /// the memory limit can explain the difference.
     ///
-    /// A publisher that attests announces each copy exactly one time. So the number of copies is certain for all later stores and, after an
-    /// equal attestation, also for all earlier stores.
+    /// A publisher with attestations announces each copy exactly one time. So the number of copies is certain for all later stores and,
+    /// after an equal attestation, also for all earlier stores.
     pub fn attest(&mut self, writer: &mut Writer<'_, SharedState>, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;

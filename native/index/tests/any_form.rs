@@ -19,7 +19,8 @@ fn stored(hash: &[u8], tokens: &[u8]) -> Vec<u8> {
     [&[0x95, 0xAB][..], b"BlockStored", &[0x91], hash, &[0xC0], tokens, &[2]].concat()
 }
 
-/// Texts in the place of token ids (TensorRT-LLM), a digest, an event in a bin (llm-d), and one from tomorrow, which costs no other.
+/// Events that the scanner refuses are applied: with texts instead of token ids (TensorRT-LLM), with a hash of bytes, and inside of bytes
+/// (llm-d). An event of an unknown kind is rejected and does not affect the other events.
 #[test]
 fn what_the_scanner_leaves_is_applied() {
     let index = index();
@@ -74,7 +75,7 @@ fn heartbeats_are_compared() {
     }
 }
 
-/// A sender without a digest is not compared, but what else it says of itself is known.
+/// A heartbeat without a digest causes no comparison, but its other fields are reported.
 #[test]
 fn heartbeats_without_a_digest_are_not_compared() {
     let index = index();
@@ -85,7 +86,8 @@ fn heartbeats_without_a_digest_are_not_compared() {
     assert_eq!((heartbeat.digest, heartbeat.incarnation), (None, 7));
 }
 
-/// What one item marks every block with is short: a payload would cost the square of its length otherwise.
+/// A multimodal item that marks many blocks adds few bytes to each block. With many bytes, the memory of a payload would grow with the
+/// square of its length.
 #[test]
 fn an_item_of_no_form_is_not_repeated_for_each_block() {
     let (blocks, item) = (10_000, vec![b'y'; 10_000]);
@@ -101,7 +103,7 @@ fn an_item_of_no_form_is_not_repeated_for_each_block() {
     assert!(batch.bytes.len() < 30 * payload.len());
 }
 
-/// Bytes that are often the first of a value.
+/// Bytes that often begin a value of msgpack.
 fn any_byte() -> impl Strategy<Value = u8> {
     prop_oneof![any::<u8>(), 0x80..=0xA8_u8, 0xC0..=0xDF_u8, 0..4_u8]
 }
@@ -156,7 +158,7 @@ fn check(payload: &[u8]) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1_000))]
 
-    /// Whatever comes can be read, and what is read can be applied; a payload that the scanner reads is read whole.
+    /// Any bytes can be decoded without a panic. If the scanner accepts a payload, both decoders return equal events, and reject none.
     #[test]
     fn any_bytes(payload in prop::collection::vec(any_byte(), 0..120), is_event in any::<bool>()) {
         check(&payload);
@@ -164,7 +166,7 @@ proptest! {
         check(&[head, &payload].concat());
     }
 
-    /// Real payloads with some bytes changed, removed or added, and cut short.
+    /// Real payloads with some bytes changed, removed or added, and truncated payloads.
     #[test]
     fn mutated_goldens(
         which in any::<prop::sample::Index>(),

@@ -1,4 +1,4 @@
-//! The table against a model, and its memory at any size.
+//! Compares the table with a model, and checks the table's memory at many sizes.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ fn mix(record: u32) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Records of several kinds of hashes: uniform, equal, with a long common prefix, with a common end.
+/// Kinds of hashes that records can have: uniform, equal, with a long common prefix, with a common end.
 fn hash_of(record: u32) -> u64 {
     match record >> 28 {
         0 => mix(record),
@@ -35,7 +35,7 @@ fn contains(table: &Table, record: u32) -> bool {
     table.find(hash_of(record), |found| found == record) == Some(record)
 }
 
-/// So many insertions, or removals if negative, of records of a kind.
+/// A number of insertions of records of one kind; a negative number means removals.
 #[derive(Clone, Debug)]
 struct Run {
     kind: u32,
@@ -102,7 +102,7 @@ proptest! {
         prop_assert_eq!(table.bytes(), 0);
     }
 
-    /// A position from before leads where a new one does, whatever was added, removed and moved meanwhile.
+    /// A saved position finds the same record as a new search, even if entries were added, removed or moved after it was saved.
     #[test]
     fn seats_serve_until_something_moves(runs in runs()) {
         let mut model = HashMap::new();
@@ -126,7 +126,7 @@ proptest! {
     }
 }
 
-/// Sizes from ten thousand to a million in steps of a tenth, upwards; and back to nothing.
+/// The table grows from ten thousand to a million entries in steps of a tenth, and then shrinks to no entries.
 fn load_is_bounded(mut table: Table, most: f64) {
     let (mut size, mut worst) = (10_000_u32, 0.0_f64);
     while size < 1_100_000 {
@@ -171,7 +171,7 @@ fn tiny_tables_are_tiny() {
     }
 }
 
-/// Equal hashes are a list, and a list of 20 000 must not spoil the directory.
+/// Entries with equal hashes form a list. A list of 20,000 entries must not enlarge the directory.
 #[test]
 fn equal_hashes_stay_in_one_segment() {
     let either = |record: u32| if record >> 31 == 1 { mix(record << 1 >> 1) } else { 7 };

@@ -156,7 +156,7 @@ impl Inner {
     }
 }
 
-/// One connection.
+/// The state of one connection.
 #[derive(Debug)]
 pub(crate) struct Connection {
     id: u64,
@@ -249,7 +249,7 @@ impl Groups {
 /// A count for each reason.
 pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
 
-/// All connections.
+/// The state of all connections.
 #[derive(Debug)]
 pub(crate) struct Connections {
     limits: Limits,

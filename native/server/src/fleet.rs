@@ -93,7 +93,7 @@ pub(crate) struct Worker {
     /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
-    /// The trust in an answer that contains blocks of the worker which might be gone.
+    /// The trust in an answer with blocks of the worker that might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,
     /// The name of the instance as JSON.
@@ -146,7 +146,7 @@ pub(crate) struct Change {
     removed: Vec<u32>,
     /// The workers that are new or have changed, each with its position. A free position can be assigned again.
     workers: HashMap<u32, Worker>,
-    /// Scopes that have a LoRA which requests may name as their model; None without a change.
+    /// Scopes with a LoRA that requests may name as their model; None without a change.
     adapters: Option<Vec<Scope>>,
 }
 

@@ -30,8 +30,9 @@ pub fn extract_array(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     Some(([&text[..start], b"[]", &text[end..]].concat(), tokens))
 }
 
-/// A fast loop: it appends the numbers that follow a number which ended at the given position. Returns the end of the last number; the
-/// given position if it has read no number. It reads only numbers that `number` reads, each followed by a comma, or by a comma and a space.
+/// A fast loop: it appends the numbers after a given position, at which the previous number has ended. Returns the end of the last number;
+/// the given position if it has read no number. It reads only numbers that `number` reads, each followed by a comma, or by a comma and a
+/// space.
 type FastLoop = fn(&[u8], usize, &mut Vec<u32>) -> usize;
 
 fn extract_with(text: &[u8], name: &[u8], quick: FastLoop) -> Option<ExtractedArray> {

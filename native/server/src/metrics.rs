@@ -46,7 +46,7 @@ struct Requests {
     seconds: Histogram,
 }
 
-/// All counters.
+/// All counters of the server.
 pub(crate) struct Metrics {
     counters: Mutex<Counters>,
     bounds: Vec<f64>,

@@ -114,7 +114,7 @@ fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     from.deserialize_map(LabelsVisitor)
 }
 
-/// Declares a request type. The type has the given fields, and the fields that all queries have.
+/// Declares a request type with the given fields and the common fields of queries.
 macro_rules! question {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
         $(#[$meta])*

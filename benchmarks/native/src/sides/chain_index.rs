@@ -1,5 +1,5 @@
-//! `ChainIndex` of kv-index 2.0.0, the index of SMG (the SGLang gateway) for engines that send events. It reads no payloads: our scanner
-//! does that for it, and its own functions hash.
+//! `ChainIndex` of kv-index 2.0.0, the index of SMG (the SGLang gateway) for engines that send events. The index cannot read payloads, so
+//! our scanner reads them. Hashes are computed by the index's own functions.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ pub struct ChainIndexSide {
     removed: Vec<SequenceHash>,
 }
 
-/// Its lookups.
+/// The lookups of SMG's index.
 #[derive(Clone)]
 pub struct Reader {
     index: Arc<ChainIndex>,
-    /// Its number of each worker.
+    /// The number that the index has given to each worker.
     numbers: Arc<[u32]>,
     size: usize,
 }
@@ -59,7 +59,8 @@ impl ChainIndexSide {
 }
 
 impl Reader {
-    /// The answer as its documentation says for callers with a result shape of their own: nothing is allocated for it.
+    /// The answer as the documentation of the index suggests to callers with their own type of result; the index allocates no memory for
+    /// it.
     fn answer<R>(&self, tokens: &[u32], read: impl FnOnce(&[(u32, u32)]) -> R) -> R {
         let hashes = compute_request_content_hashes(tokens, self.size);
         ANSWER.with_borrow_mut(|answer| {

@@ -1,9 +1,10 @@
-//! `ConcurrentRadixTreeCompressed` of dynamo-kv-router 1.6.1, what its standalone indexer and routers with several threads use.
+//! `ConcurrentRadixTreeCompressed` of dynamo-kv-router 1.6.1, the index of Dynamo's standalone indexer and of routers with several threads.
 //!
-//! It applies events only in `SyncIndexer::worker`, a loop that ends at `Terminate` and takes what it knows of the workers along. So one
+//! The tree applies events only in `SyncIndexer::worker`, a loop that ends at `Terminate` and then drops its data about the workers. So one
 //! call of that loop runs a whole script, in the thread of the caller: behind each payload's events goes a `Flush`, and when the loop
-//! acknowledges it, the waker of the acknowledgement puts the next ones into the queue. No other thread is involved. What the queue and the
-//! acknowledgement cost is measured with events of no blocks, `overhead`, for rows to subtract: the tree is measured without its channel.
+//! acknowledges it, the waker of the acknowledgement puts the next ones into the queue. No other thread is involved. The cost of the queue
+//! and of the acknowledgement is measured with events without blocks (`overhead`). Rows subtract this cost, so that the tree is measured
+//! without its channel.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -18,13 +19,13 @@ use super::dynamo::{Decoder, Reader};
 use super::{Find, Scores, Script, Shared, Side};
 use crate::measure::{cpu, median};
 
-/// CRTC.
+/// The compressed radix tree of Dynamo.
 pub struct Crtc {
     reader: Reader<ConcurrentRadixTreeCompressed>,
     workers: u32,
 }
 
-/// A script between two of its payloads.
+/// The state of a script between two payloads.
 struct Paused<S>(Mutex<State<S>>);
 
 struct State<S> {
@@ -32,7 +33,7 @@ struct State<S> {
     decoder: Decoder,
     reader: Reader<ConcurrentRadixTreeCompressed>,
     queue: flume::Sender<WorkerTask>,
-    /// Kept until the next one: what waits for the acknowledgement that the loop is about to send.
+    /// The receiver of the acknowledgement that the loop sends next; stored until the next payload.
     acknowledgement: Option<oneshot::Receiver<()>>,
 }
 
@@ -88,7 +89,7 @@ fn nothing() -> RouterEvent {
     RouterEvent::new(0, event)
 }
 
-/// So many empty payloads, which stand for events of no blocks.
+/// A number of empty payloads, which represent events without blocks.
 struct Empty(usize);
 
 impl Script for Empty {

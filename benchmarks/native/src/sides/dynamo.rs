@@ -1,4 +1,5 @@
-//! Two indexes of dynamo-kv-router 1.6.1 that are applied to directly, and what all three of it share: its decoder and its hashing.
+//! Two indexes of dynamo-kv-router 1.6.1 to which events are applied directly, and the common parts of its three indexes: the decoder and
+//! the hash functions.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use super::{Find, Scores, Script, Shared, Side};
 /// Positions that `PositionalIndexer` jumps at a time: the value that its documentation gives.
 const JUMP: usize = 32;
 
-/// From payloads to events, as a listener of Dynamo's does it: one normalizer for each worker.
+/// Converts payloads to events as a listener of Dynamo does: with one normalizer per worker.
 pub struct Decoder {
     normalizers: Vec<ZmqEventNormalizer>,
     number: u64,
@@ -53,7 +54,7 @@ pub fn listed(scores: &OverlapScores) -> Scores {
     scores.scores.iter().map(score).collect()
 }
 
-/// `RadixTree`, what its Python class wraps: of one thread.
+/// `RadixTree`, which Dynamo's Python class wraps; it is used by one thread.
 pub struct Radix {
     tree: RadixTree,
     decoder: Decoder,
@@ -98,7 +99,7 @@ impl Side for Radix {
     }
 }
 
-/// Lookups of an index that threads share.
+/// Lookups in an index that several threads share.
 pub struct Reader<T> {
     pub index: Arc<T>,
     pub size: u32,
@@ -123,7 +124,7 @@ impl<T: SyncIndexer> Find for Reader<T> {
     }
 }
 
-/// `PositionalIndexer` as it is without settings.
+/// `PositionalIndexer` with default settings.
 pub struct Positional {
     reader: Reader<PositionalIndexer>,
     blocks: FxHashMap<WorkerWithDpRank, LevelIndex>,

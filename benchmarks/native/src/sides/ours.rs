@@ -1,4 +1,4 @@
-//! The index of kvevents. The only file of this harness that uses its API.
+//! The index of kvevents. Only this file of the harness uses the API of the index.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub struct Ours {
     seq: i64,
 }
 
-/// Its lookups.
+/// Lookups in the index of kvevents.
 #[derive(Clone)]
 pub struct Reader {
     index: Arc<Index>,
@@ -33,7 +33,7 @@ impl Ours {
         assert!(matches!(applied, Ok(Applied::Now(_))));
     }
 
-    /// Puts a worker behind the wall of a model.
+    /// Gives a worker the label of a model.
     pub fn label(&self, worker: u32, model: &str) {
         let Reader { index, workers, .. } = &self.reader;
         index.set_model(&workers[worker as usize].source, Some(model));
@@ -101,7 +101,7 @@ impl Shared for Ours {
 pub enum Event<'a> {
     /// Blocks are stored.
     Stored {
-        /// The block before the first one.
+        /// The hash of the parent of the first block.
         parent: Option<u64>,
         /// The blocks.
         hashes: &'a [u64],
@@ -112,14 +112,14 @@ pub enum Event<'a> {
     Removed(&'a [u64]),
 }
 
-/// Our scanner alone.
+/// Our scanner without an index.
 pub struct Scanner {
     schema: Schema,
     scratch: Scratch,
 }
 
 impl Scanner {
-    /// Reads as `Ours` does.
+    /// Creates a reader with the settings of `Ours`.
     pub fn new() -> Self {
         Self {
             schema: Schema::new(PayloadLimits::default())

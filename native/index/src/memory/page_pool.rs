@@ -308,7 +308,7 @@ fn map(is_huge: bool) -> NonNull<Header> {
             libc::munmap(found, before);
         }
         libc::munmap(base.byte_add(REGION_BYTES), REGION_BYTES - before);
-        // This is only advice: without huge pages the region works too, but slower.
+        // The call is only advice: a region without huge pages works too, but is slower.
         if is_huge && cfg!(target_os = "linux") {
             libc::madvise(base, REGION_BYTES, HUGE_PAGES);
         }

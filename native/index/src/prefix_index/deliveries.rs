@@ -39,7 +39,7 @@ pub struct BatchReport {
     /// no attestation, or if `agrees` would be None.
     pub attested: Option<bool>,
     /// The reason why answers about the stream are estimates, if this batch has changed the reason. `Some(None)` if the answers have become
-    /// exact; None without a change.
+    /// exact; None if the batch has not changed it.
     pub estimate: Option<Option<Estimate>>,
 }
 
@@ -196,8 +196,8 @@ impl PrefixIndex {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // Until now, the batches of this rank arrived in another stream. This delivery shows that the rank now has a delivered
-                // stream of its own.
+                // Until this delivery, the batches of this rank arrived in the stream of a different rank. This delivery shows that the
+                // rank now has a delivered stream of its own.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;

@@ -39,7 +39,7 @@ impl PrefixIndex {
         ranks.filter(|&rank| rank != worker.rank).collect()
     }
 
-    /// The rank of the stream in which the batches of a worker arrive; None if they arrive in the worker's own stream.
+    /// The rank of the stream in which the batches of a worker arrive; None if the batches arrive in the worker's own stream.
     pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
         self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
     }

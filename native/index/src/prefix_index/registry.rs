@@ -22,7 +22,7 @@ use crate::sync::yielding_lock::{Writer, YieldingRwLock};
 pub(crate) struct Rank {
     pub(crate) rank: i64,
     pub(crate) stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which the batches of this rank arrive; None if they arrive in the rank's own stream. See `ranks`.
+    /// The rank of the stream in which the batches of this rank arrive; None if the batches arrive in the rank's own stream. See `ranks`.
     pub(crate) carrier: Option<i64>,
     number: u32,
     /// Incarnation of the rank.
@@ -58,7 +58,7 @@ pub struct ImportedStream {
     pub number: u32,
     /// The stream.
     pub stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which the batches arrive; None if they arrive in this stream.
+    /// The rank of the stream in which the batches arrive; None if the batches arrive in this stream.
     pub carrier: Option<i64>,
 }
 

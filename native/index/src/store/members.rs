@@ -32,7 +32,7 @@ pub struct Member {
     pub worker: Arc<Worker>,
     /// The model of the stream's worker; None if the worker has no label.
     pub model: Option<String>,
-    /// The data for searches of the stream's groups; None if bitmaps suffice.
+    /// The data for searches of the stream's groups; None if the bitmaps contain all members.
     pub lookup: Option<Arc<GroupLookup>>,
     /// The schemes by which the stream's present incarnation divides prompts into blocks.
     pub schemes: Vec<Scheme>,

@@ -41,7 +41,7 @@ pub struct View {
     pub models: HashMap<Option<String>, Model, Secret>,
     /// A bitmap of the streams that must be searched, since the rules of their groups cannot be matched by bitmaps.
     pub hybrid: Vec<u64>,
-    /// A bitmap of the streams that have blocks which might be gone.
+    /// A bitmap of the streams with blocks that might be gone.
     pub uncertain: Vec<u64>,
     /// Whether some stream has blocks which might be gone.
     pub has_uncertain_copies: bool,

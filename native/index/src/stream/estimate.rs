@@ -6,7 +6,7 @@ use crate::rules::evidence::Evidence;
 /// A reason why answers about a stream are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Estimate {
-    /// Some stores could not be used; the value is their number.
+    /// Some stores could not be used; the value is the number of these stores.
     SetAside(u64),
     /// For some blocks on the device, the parent or the tokens were never announced; the value is the number of these blocks.
     UnknownParents(u64),

@@ -46,7 +46,7 @@ mod checked {
                 /// the latest access to a number. After such a load, loom would not try to run the writer's next store before a lookup.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
-                        // SAFETY: no other thread stores; loom checks that.
+                        // SAFETY: no other thread stores a value; loom checks this condition.
                         unsafe { self.0.unsync_load() }
                     } else {
                         self.0.load(order)

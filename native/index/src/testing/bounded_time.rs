@@ -1,5 +1,5 @@
-//! Searches for payloads that take more steps per byte than a bound, or that make other streams wait for too many steps. Any other payloads
-//! can come before the searched ones.
+//! Searches for payloads that take more steps per byte than a bound, or that make other streams wait for too many steps. Other payloads can
+//! precede the payloads that are searched for.
 
 use proptest::prelude::*;
 
@@ -1059,7 +1059,7 @@ fn block_sizes_of_one_engine_leave_budgets_to_others() {
     case.check(&index);
 }
 
-/// Many ranks that have blocks which might be gone, among blocks of other chains.
+/// Many ranks with blocks that might be gone, among blocks of other chains.
 #[test]
 fn uncertain_blocks_of_many_ranks() {
     const TOKENS: u32 = 8_000;
@@ -1083,7 +1083,7 @@ fn uncertain_blocks_of_many_ranks() {
     }
 }
 
-/// Creates a hybrid stream that has blocks which are known only by the engine's hashes.
+/// Creates a hybrid stream with blocks that are known only by the engine's hashes.
 pub(super) fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
         apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));

@@ -1,7 +1,7 @@
 //! The scanner reads a batch of a known layout in one pass.
 //!
-//! `kvevents.wire.decode_batch` defines the meaning of a batch. `scan` accepts a payload only if that function would return the same events
-//! and reject nothing. `scan` refuses every payload with anything unexpected or rare.
+//! `kvevents.wire.decode_batch` defines the meaning of a batch. `scan` accepts a payload only if `decode_batch` would return the same
+//! events and reject nothing. `scan` refuses every payload with anything unexpected or rare.
 
 mod extra;
 pub(crate) mod layouts;

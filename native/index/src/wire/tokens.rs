@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 
 use crate::wire::msgpack::Reader;
 
-/// What `read` has found out about an array of token ids.
+/// The result of `read` for an array of token ids.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenArray {
     /// Whether the array had pairs of token ids; the two ids of a pair are adjacent in the output.
@@ -485,7 +485,7 @@ mod tests {
             portable,
             ..Lengths::default()
         };
-        // The tables contain what an earlier payload can leave; this must make no difference.
+        // The tables contain values that an earlier payload can leave; these values must not change the result.
         (lengths.one, lengths.two, lengths.four) = (
             [1; TILE_BYTES + 2 * STEP_BYTES],
             [2; TILE_BYTES + 2 * STEP_BYTES],

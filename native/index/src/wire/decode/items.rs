@@ -198,7 +198,7 @@ struct Search<'a> {
     counts: Vec<usize>,
     /// Size of the vocabulary, once it is known: larger tokens belong to items (version 2).
     vocabulary: Option<i128>,
-    /// The largest token so far that belongs to no item; the vocabulary is larger.
+    /// The largest token so far that belongs to no item; the vocabulary's size is above this token.
     largest_text: i128,
 }
 
