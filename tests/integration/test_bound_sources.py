@@ -95,7 +95,8 @@ def endpoint() -> str:
 
 
 def test_each_topic_is_a_source_with_its_own_numbers_and_trust(endpoint: str) -> None:
-    """Pods number from 0 each. One that restarts causes a reset of its own source only, and one that leaves is STALE."""
+    """The batches of each pod are numbered from 0. A restart of a pod resets only the pod's source. A pod that leaves is
+    STALE."""
     source = Source(endpoint, bind=True, topic="kv@", by_topic=True)
     with Subscriber(source) as subscriber, pods(endpoint, "kv@a@m", "kv@b@m", "other@c@m") as (a, b, c):
         assert subscriber.statuses() == []
@@ -121,7 +122,7 @@ def test_each_topic_is_a_source_with_its_own_numbers_and_trust(endpoint: str) ->
 
 
 def test_the_first_message_of_a_topic_is_delivered(endpoint: str) -> None:
-    """What arrives before the source is followed waits for it."""
+    """Messages that arrive before the source is followed wait until it is followed."""
     source = Source(endpoint, bind=True, by_topic=True)
     with Subscriber(source) as subscriber, pods(endpoint, "first", "second") as (one, two):
         received = Received(subscriber)
@@ -199,7 +200,7 @@ def test_an_application_decides_again_about_a_source_that_was_removed(endpoint: 
 
 
 def test_an_application_names_the_sources_that_are_found(endpoint: str) -> None:
-    """It may also ignore some. What a source sent before it had its name is not lost."""
+    """The application can also ignore a source. Messages that a source sent before it got its name are not lost."""
 
     def name(source: Source) -> Source | None:
         asked.append(source.topic)
@@ -232,7 +233,7 @@ def test_messages_of_a_topic_that_cannot_be_followed_are_dropped(endpoint: str) 
 
 
 def test_topics_are_bounded(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A stranger that invents topics fills no memory."""
+    """A publisher that invents topics cannot fill the memory."""
     transport = ZmqTransport(options=SocketOptions(max_topics=3))
     source = Source(endpoint, bind=True, by_topic=True)
     topics = [f"t{number}" for number in range(6)]
@@ -278,7 +279,7 @@ def test_a_topic_that_begins_with_another_topic_is_a_source_of_its_own(endpoint:
 
 @pytest.mark.parametrize("by_topic", [True, False])
 def test_two_publishers_with_one_topic_are_named(endpoint: str, by_topic: bool) -> None:
-    """The reason says so, instead of one restart after the other. It ends when one of them has left."""
+    """The degraded reason names two publishers instead of many restarts. The reason ends when one publisher has left."""
     name = "kv@a" if by_topic else endpoint
     with (
         Subscriber(Source(endpoint, bind=True, topic="kv@", by_topic=by_topic)) as subscriber,

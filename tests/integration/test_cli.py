@@ -150,7 +150,7 @@ def _parsers() -> Iterator[tuple[str, CommandParser]]:
 
 
 def test_an_option_is_the_same_in_all_commands() -> None:
-    """It has the same placeholder and the same short form."""
+    """Options of the same name have the same placeholder and the same short form."""
     forms: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
     for command, parser in _parsers():
         for action in parser._option_string_actions.values():

@@ -1,4 +1,4 @@
-"""What the documents show that programs for KV cache events are written from works, typed in section by section.
+"""Tests that code from the documents works. Programs for KV cache events are written from these documents.
 
 The documents are two editions of vLLM's example subscriber, the reference page and the source of `vllm.distributed.kv_events`
 of vLLM 0.11, and the source of SGLang's `kv_events.py` of 0.4.7.
@@ -82,8 +82,8 @@ class LaterBatch(EventBatch):
 
 
 class Subscriber:
-    """The loop of the examples. They have two faults, which this one keeps: a gap is noticed only if `last_seq` is set, which
-    live batches do not do, and a REQ socket receives one message of a reply."""
+    """The loop of the example subscribers, with their two faults: a gap is noticed only if `last_seq` is set, which live
+    batches do not set, and a REQ socket receives only one message of a reply."""
 
     def __init__(self, context: Context, publisher: Any, batch_type: type[Any]) -> None:
         self.decoder = msgspec.msgpack.Decoder(type=batch_type)
@@ -157,7 +157,8 @@ def batches(types: Any) -> list[Any]:
 
 @pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch])
 def test_the_example_subscribers_print_every_batch(context: Context, publisher: Any, batch_type: type[EventBatch]) -> None:
-    """They print live batches, and a replayed one, whose message has two frames behind a REQ socket."""
+    """The example subscribers print live batches and a replayed batch. Behind a REQ socket, a replayed message has two
+    frames."""
     sender, types = publisher
     subscriber = Subscriber(context, sender, batch_type)
     wait_until(lambda: sender.stats().subscribers, "the subscription")
@@ -175,7 +176,7 @@ def test_the_example_subscribers_print_every_batch(context: Context, publisher: 
 
 @pytest.mark.parametrize("batch_type", [FirstBatch, LaterBatch, vllm.KVEventBatch, sglang.KVEventBatch])
 def test_the_example_subscribers_read_heartbeats_and_full_history(context: Context, batch_type: type[Any]) -> None:
-    """What only kvevents sends has the same form, also for a program that imports its types from `kvevents.compat`."""
+    """Batches that only kvevents sends have a form that programs read, also with the types of `kvevents.compat`."""
     with run_publisher(replay_endpoint=ANY, buffer_steps=1, topic=TOPIC, heartbeat=0.01) as sender:
         subscriber = Subscriber(context, sender, batch_type)
         wait_until(lambda: sender.stats().subscribers, "the subscription")
@@ -303,7 +304,7 @@ PRIVATE = (
     *("_event_queue", "_buffer", "_ctx", "_pub", "_replay", "_hwm", "_seq_gen", "_running", "_pack"),
     *("_socket_setup", "_service_replay", "_publisher_thread"),
 )
-"""Members of the documents' publisher that ours does not have."""
+"""Members of the publisher in the documents that our publisher lacks."""
 
 
 @pytest.mark.parametrize("name", [*PRIVATE, "END_SEQ"])
@@ -315,7 +316,8 @@ def test_a_subclass_that_overrides_a_private_member_is_refused(name: str, base: 
 
 
 def test_private_members_exist_or_say_that_they_do_not() -> None:
-    """Reading and setting a missing one raises a sentence. The others have the values of the documents."""
+    """Reading or setting a missing member raises an error with a sentence. Existing members have the values of the
+    documents."""
     with run_publisher(replay_endpoint=ANY, topic="t") as publisher:
         for name in PRIVATE:
             assert not hasattr(publisher, name)

@@ -176,7 +176,7 @@ class FaultCase(NamedTuple):
     line: str
     """The beginning of the only line of the log."""
     publisher: str
-    """The publisher that sends events after the fault: of vLLM (`own`), the plugin, or first one and then the other."""
+    """The publisher that sends events after the fault: vLLM's (`own`), the plugin's, or first the plugin's and then vLLM's."""
 
 
 UNUSED = "kvevents is not used: vLLM publishes KV cache events itself"
@@ -313,7 +313,7 @@ def assert_publishes_nothing(start: Callable[..., Any], engine: Vllm, caplog: py
 def test_hooks_pass_on_arguments_that_they_do_not_know(
     start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A later release may give its methods more arguments, by position or by name, and the cache is attested all the same."""
+    """A later release can pass further arguments to its methods, by position or by name. The cache is attested nevertheless."""
     caplog.set_level("WARNING")
     passed: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""The plugin for SGLang in a stand-in for SGLang: what it publishes and attests, and that its faults do not reach SGLang.
+"""Tests of the plugin for SGLang in a stand-in for SGLang: published events, attestations, and faults, which SGLang ignores.
 
 The stand-in has the names of SGLang 0.5.23; `tests/system/engines/sglang.py` runs the plugin in the real modules.
 """
@@ -340,7 +340,7 @@ def test_nothing_is_published_if_settings_that_may_ask_for_keys_cannot_be_used(
 def test_without_the_variable_only_the_name_of_kvevents_leads_to_it(
     factory: Any, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed kvevents changes nothing; a configuration that names it asks for it."""
+    """An installed kvevents changes nothing unless the configuration of the engine names the publisher of kvevents."""
     monkeypatch.delenv(VARIABLE) if text is None else monkeypatch.setenv(VARIABLE, text)
     sglang.register()
     assert type(create(factory)) is OwnPublisher

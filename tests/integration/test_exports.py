@@ -83,7 +83,7 @@ def test_importing_kvevents_loads_only_msgspec_and_pyzmq() -> None:
 
 @pytest.mark.parametrize("package", ["kvevents", "kvevents.client", "kvevents.routing", "kvevents.subscriber"])
 def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: str) -> None:
-    """A name that only one of them has would be an error in a program, or in its checker, but not in both."""
+    """A name in only one of the two lists would cause an error either in a program or in its type checker."""
     module = importlib.import_module(package)
     tree = ast.parse(Path(str(module.__file__)).read_text())
     checked = {
@@ -107,7 +107,7 @@ def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: st
 
 
 def test_importing_the_package_loads_nothing_else_and_threads_need_no_asyncio() -> None:
-    """Engines import the package at each start. What they do not use, they do not load."""
+    """Engines import the package at each start. They load only the modules that they use."""
     script = (
         "import sys, zmq, msgspec, typing; before = set(sys.modules);"
         "import kvevents; print(sorted(set(sys.modules) - before));"

@@ -142,7 +142,7 @@ def test_a_slow_name_costs_only_its_own_source(names: Names, tcp_engine: Engine)
 
 
 def test_a_silent_name_is_resolved_again(names: Names, tcp_engine: Engine) -> None:
-    """It may be unknown at first, have several addresses, and get others."""
+    """The name can be unknown at first, have several addresses, and get new addresses."""
     settings = LoadSettings(resolve_seconds=0.05)
     with LoadSubscriber([at_host(tcp_engine, "engine.example")], settings=settings) as loads:
         worker = ("engine.example", 0)

@@ -149,9 +149,10 @@ def test_an_invalid_address_is_reported_as_the_reason_of_the_trust() -> None:
 
 
 class Script:
-    """Runs an `EngineReader` of engines in memory. A script goes on before each turn of the reader, and says if it has room.
+    """Runs an `EngineReader` of engines in memory. Before each turn of the reader, the script continues and returns whether the
+    reader has room.
 
-    A turn with room waits for no real time. One without room waits `PAUSE_SECONDS`, and reads nothing.
+    A turn with room waits for no real time. A turn without room waits `PAUSE_SECONDS`, and reads nothing.
     """
 
     def __init__(self) -> None:

@@ -103,7 +103,7 @@ def right_replica(stage: Stage, name: str, blocks: int) -> Iterator[Service]:
 
 @pytest.mark.parametrize("hole", ["newest", "middle"])
 def test_deleted_messages_heal_when_bridges_start(stage: Stage, hole: str) -> None:
-    """A replica that had read them is right again, and so is one that starts afterwards."""
+    """A replica that had read the deleted messages is right again, and so is a replica that starts afterwards."""
     with stage.bridge():
         stage.store(0)
         with right_replica(stage, "before", 4):
@@ -118,7 +118,8 @@ def test_deleted_messages_heal_when_bridges_start(stage: Stage, hole: str) -> No
 
 
 def test_another_replica_writes_a_snapshot_of_deleted_messages_at_once(stage: Stage) -> None:
-    """A replica that lacks them asks for it, one that starts later begins with it, and no stream starts over."""
+    """A replica that lacks the messages requests a snapshot. A later replica begins with the snapshot. No stream starts
+    over."""
     with stage.bridge() as bridge:
         stage.store(0)
         with right_replica(stage, "before", 4):
@@ -158,7 +159,7 @@ def test_a_partition_does_not_start_over_for_pages_that_it_never_had(stage: Stag
 
 
 def test_a_replica_answers_for_whole_partitions_without_a_bridge(stage: Stage) -> None:
-    """It says why the other partition is missing, and does not call the model of its engines unknown."""
+    """The replica reports why a partition is missing, and does not report the model of the partition's engines as unknown."""
     with stage.bridge():
         stage.store(0)
         with right_replica(stage, "before", 4):

@@ -89,7 +89,7 @@ def test_replicas_that_have_read_different_numbers_of_pages_share_positions() ->
 
 
 def test_digests_fit_into_a_message_of_any_plane() -> None:
-    """This holds for the largest number of partitions, whatever is in them."""
+    """The digests fit even for the largest number of partitions, regardless of the partitions' content."""
     place = PartitionDigest.combine(2**53, digests(10))
     replica_digests = ReplicaDigests(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
     assert len(replica_digests.encode()) < 60 << 10

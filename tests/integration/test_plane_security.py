@@ -211,8 +211,8 @@ def wait_for_missing_permission(router: Service) -> None:
 
 
 def test_a_router_logs_once_that_it_cannot_write_snapshots(login: Login) -> None:
-    """If no other process writes snapshots, the router retries, and its metrics show the failures. It follows the log all the
-    same."""
+    """If no other process writes snapshots, the router retries, and its metrics show the failures. The router still follows the
+    log."""
     with (
         engine() as one,
         run_bridge(login("bridge"), watch_of("one", one)),
@@ -261,7 +261,7 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "remove a snapshot's parts": lambda js: js.purge_stream(BUCKETS[2], subject="foreign"),
     "something else": lambda js: js.publish("anything", b""),
 }
-"""All ways to change a plane."""
+"""Operations that change a plane."""
 ALLOWED: Final = {
     "router": set[str](),
     "replica": {
@@ -308,8 +308,8 @@ async def test_every_role_can_read_but_not_overhear(login: Login, role: str) -> 
 
 
 async def test_a_response_delivered_into_a_partition_is_not_a_page(login: Login) -> None:
-    """Servers check the subject of a request and not that of its response, so users of the plane can write into partitions this
-    way. A response is not a page, and readers ignore it."""
+    """Servers check the subject of a request, but not the subject of the response. So users of the plane can write responses
+    into partitions. A response is not a page, and readers ignore it."""
     await create_plane_of(login)
     async with jetstream(login("router")) as (client, js):
         await client.publish("$JS.API.INFO", b"", reply=LAYOUT.subject(0))
@@ -386,7 +386,7 @@ def test_the_tests_cover_all_permissions() -> None:
 
 
 def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
-    """If accounts and users are an operator's JWTs, those contain the permissions; the roles are the same."""
+    """If accounts and users are JWTs of an operator, the JWTs contain the permissions, which are equal for equal roles."""
     operator, roles = Operator(), permissions()
 
     def settings(role: str) -> PlaneSettings:

@@ -161,7 +161,7 @@ def leak(router: Router, requests: int) -> None:
 
 
 def spread(router: Router, requests: int = 90) -> Counter[Worker]:
-    """Return where prompts go that end at once."""
+    """Return the number of prompts that each worker gets, if every request ends at once."""
     chosen: Counter[Worker] = Counter()
     for number in range(requests):
         with router.request([number] * 100) as decision:
@@ -187,7 +187,7 @@ def test_a_new_worker_does_not_draw_every_prompt() -> None:
 
 
 def test_a_report_corrects_the_count_of_the_router() -> None:
-    """Requests whose end the router was not given are not in it."""
+    """The report does not count requests whose end the router has not noticed."""
     reading = {worker: EngineLoad(0, 0, 0, 0) for worker in (A, B)}
     router = Router(policy("least-loaded", 1), engine_load=lambda worker: reading[worker])
     router.add(A)

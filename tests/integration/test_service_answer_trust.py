@@ -63,8 +63,9 @@ def over_grpc(client: Client) -> Ask:
 def service_with_three_engines(request: pytest.FixtureRequest) -> Iterator[Client]:
     """Return a service with three engines.
 
-    One engine has announced four blocks twice and removed the last one once. One has announced two blocks. One has announced
-    a block in GPU memory and three in host memory, from where it announces no removals.
+    The first engine has announced four blocks twice and removed the last block once. The second engine has announced two
+    blocks. The third engine has announced a block in GPU memory and three blocks in host memory, from which it announces no
+    removals.
     """
     with ExitStack() as stack:
         made = stack.enter_context(engines(3))

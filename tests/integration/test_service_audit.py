@@ -47,7 +47,7 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
 
 
 def test_refused_requests_cannot_fill_the_disk(caplog: pytest.LogCaptureFixture) -> None:
-    """A limited number of each second is logged, and the next line counts the others."""
+    """A limited number of refused requests is logged per second, and the next line counts the requests that were not logged."""
     clock = VirtualClock(1000)
     audit = AuditLog(clock)
     with caplog.at_level(logging.INFO):

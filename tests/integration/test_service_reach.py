@@ -1,4 +1,4 @@
-"""What a stream does not say: whether the engine behind it still takes requests."""
+"""Tests of whether an engine still takes requests, which the engine's stream does not show."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_an_engine_whose_server_no_longer_answers_gets_no_requests(field: str, p
 
 
 def test_an_engine_that_is_stopped_gets_no_requests() -> None:
-    """A stopped process keeps its connections. It has no URL that could be asked, so its replay endpoint shows it."""
+    """A stopped process keeps its connections. The engine has no URL to poll, so the replay endpoint shows that it is
+    stopped."""
     ports = ("--endpoint", "tcp://127.0.0.1:*", "--replay", "tcp://127.0.0.1:*")
     stored = {
         "type": "BlockStored",

@@ -71,7 +71,7 @@ def test_an_equal_registration_renews_the_lease_and_changes_its_length() -> None
         wait_for("a later end", is_renewed)
         assert service.register("e", nowhere, lease_seconds=3).status == 200
         assert service.register("e", nowhere, lease_seconds=3600).status == 200
-        # This lease ends after the one of three seconds would have ended.
+        # This lease ends later than the replaced lease of three seconds would have ended.
         assert service.register("later", nowhere, lease_seconds=3).status == 201
         wait_for("the end of a later lease", lambda: ("later", 0) not in service.sources())
         assert service.source("e")["lease_expires_at"] > time.time() + 3000
@@ -114,7 +114,7 @@ def name_engines(path: Path, **endpoints: str) -> Path:
 
 
 def test_an_engine_that_discovery_names_cannot_be_unregistered(tmp_path: Path) -> None:
-    """It would be followed again at once. When the provider does not name it any more, it has left by itself."""
+    """Discovery would register the engine again at once. When the provider no longer names the engine, the engine leaves."""
     with refuse_connections() as nowhere, refuse_connections() as other:
         path = name_engines(tmp_path / "fleet.toml", e=nowhere)
         with serving("--sources", path) as service:

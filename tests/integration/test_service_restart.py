@@ -347,7 +347,7 @@ class RestlessClient:
 
     def __init__(self, service: Service, name: str, endpoint: str) -> None:
         self.registered: dict[str, bool] = {}
-        """By name. What the last request meant, which was perhaps not answered, is not in it."""
+        """Registered engines by name, without the effect of the newest request, which might not have been answered."""
         self._name = name
         self._endpoint = endpoint
         self._client = Client(service.url)

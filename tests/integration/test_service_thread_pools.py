@@ -96,7 +96,7 @@ def test_a_dump_of_several_pieces_is_complete(tmp_path: Path) -> None:
 async def test_an_answer_in_pieces_that_fails_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise the client would take what it has for all of it. The next client can read a dump."""
+    """Otherwise the client would regard the received pieces as the whole answer. The next client can read a dump."""
     service = Service(ServiceSettings())
     service.fleet.register(Registration(instance="e", endpoint="tcp://127.0.0.1:1", model="m")).result()
 

@@ -38,7 +38,7 @@ def store_until_found(service: Service, made: Engine, instance: str, tokens: lis
 
 
 def test_engines_that_connect_are_found_by_their_topics() -> None:
-    """Each has its own blocks, numbers and trust. One that restarts loses its own blocks only."""
+    """Each engine has its own blocks, numbers and trust. An engine that restarts loses only its own blocks."""
     endpoint = f"tcp://127.0.0.1:{reserve_port()}"
     with serving("--listen", endpoint) as service, pod(endpoint, "kv@b@m") as other:
         assert service.sources() == {}

@@ -595,7 +595,7 @@ def test_stats_count_lookups_batches_and_blocks(service: Service, fresh: tuple[s
 
 
 def test_blocks_are_listed_in_pages_of_one_snapshot(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """All pages show one moment although blocks change meanwhile, and each block is on one page."""
+    """All pages show the blocks of the same moment, although blocks change meanwhile. Each block is on one page."""
     name, _model, made = fresh
     exact = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
     service.exact(name)

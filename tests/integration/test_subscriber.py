@@ -765,7 +765,7 @@ def test_a_checkpoint_is_never_ahead_of_returned_deliveries() -> None:
 def test_a_checkpoint_between_two_incarnations_is_of_the_returned_one() -> None:
     """A Reset that is ready but not taken is delivered again after resuming.
 
-    One that was taken is delivered again only if no batch of its incarnation was taken.
+    A Reset that was taken is delivered again only if no batch of its incarnation was taken.
     """
     transport = FakeTransport()
     engine = make_engine_with_history(transport)
@@ -877,7 +877,7 @@ def test_an_empty_report_changes_nothing() -> None:
 
 
 def test_deliveries_of_a_removed_source_do_not_count_for_its_successor() -> None:
-    """They can still be ready when the same name is added again."""
+    """Deliveries of the removed source can still be ready when a source of the same name is added."""
     transport = FakeTransport()
     engine = make_engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")

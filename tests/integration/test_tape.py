@@ -30,7 +30,7 @@ RUN = "bs32-sha256cbor-seed0"
 TOPIC = b"kv-events"
 END = replay_end_frames(has_topic=True)
 SECONDS = 60
-"""Deadline of every wait. Only a failing test waits for it."""
+"""Timeout in seconds of every wait. Only a failing test reaches the timeout."""
 
 
 def encode_empty_batch(ts: float) -> bytes:
@@ -121,7 +121,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
         peer.close()
 
 
-# What an engine does
+# --- behaviour of engines
 
 
 def test_a_recording_is_played_unchanged(connect: Connect) -> None:
@@ -309,7 +309,8 @@ def test_a_skipped_number_has_no_batch(connect: Connect) -> None:
 
 
 def test_the_send_limit_truncates_replies_silently(connect: Connect) -> None:
-    """A reply loses what exceeds the limit and has its end marker all the same. A request from there on makes progress."""
+    """A reply loses the messages above the limit, but has its end marker. A request from the first lost number makes
+    progress."""
     with TapePlayer(batches(10), faults=Faults(replay_send_limit=4)) as tape:
         peer = connect(tape)
         tape.play()
@@ -352,7 +353,7 @@ def test_the_real_send_limit_drops_batches_of_a_late_consumer(context: zmq.Conte
 
 
 def test_numbers_can_be_missing_in_replies(connect: Connect) -> None:
-    """A set of numbers is missing in every reply, and the end marker is sent all the same."""
+    """A set of numbers is missing in every reply, but the end marker is sent."""
     with TapePlayer(batches(4), faults=Faults(replay_holes={1, 2})) as tape:
         peer = connect(tape)
         tape.play()
@@ -611,7 +612,7 @@ def test_paced_plays_run_one_after_the_other(connect: Connect) -> None:
 
 
 def test_paced_batches_are_due_at_regular_times() -> None:
-    """Each batch is due one period, or one recorded gap, after the previous batch was due, whenever that one was sent.
+    """Each batch is due one period, or one recorded gap, after the previous batch was due, even if that batch was sent late.
 
     A tape that is far behind continues from the current time.
     """

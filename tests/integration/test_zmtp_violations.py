@@ -91,7 +91,7 @@ def small_transport(reconnect_max_ms: int = OPTIONS.reconnect_max_ms) -> Iterato
 def test_the_successor_of_a_peer_that_violated_zmtp_is_followed(
     violate: Callable[[PeerConnection], None], peer: Callable[..., Peer]
 ) -> None:
-    """Two peers violate ZMTP in turn, which shows that the second socket is watched as the first one was."""
+    """Two peers violate ZMTP in turn. So the second socket must be watched as the first socket was."""
     end = time.monotonic() + DEADLINE
     source = Source(peer(violate, violate, publish_batch).endpoint, topic="kv")
     with small_transport() as transport, Subscriber(source, limits=LIMITS, transport=transport) as subscriber:

@@ -71,7 +71,7 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/developers/testing.md runs without an error, one after the other."""
+    """All blocks of docs/developers/testing.md run in order without an error."""
     monkeypatch.chdir(DOCS.parent)
     names: dict[str, object] = {}
     for block in python_blocks(DOCS / "developers" / "testing.md"):

@@ -125,7 +125,7 @@ def test_a_chart_without_a_secret_makes_a_token_and_never_answers_without_one() 
 @needs_helm
 @pytest.mark.parametrize("values", VALUES[:2], ids=["selector", "serve"])
 def test_the_service_account_can_do_no_more_than_find_engines(values: Path | None) -> None:
-    """It can read pods, and pools if one is named, of the named namespaces alone. Only the service gets its token."""
+    """The account can read only pods, and pools if one is named, of the named namespaces. Only the service gets its token."""
     objects = render_chart(values=values)
     named = yaml.safe_load(values.read_text())["engines"] if values else {}
     resources = {"pods"} | ({"inferencepools"} if named.get("pools") else set())
@@ -292,7 +292,8 @@ def admits(policy: Object, port: int, peer: str) -> bool:
 
 @needs_helm
 def test_nothing_but_kvevents_reaches_the_ports_of_events() -> None:
-    """All other ports of the engines' pods stay open: policies can only allow, and these pods have no other one."""
+    """All other ports of the engines' pods stay open, because a policy can only allow, and no other policy selects these
+    pods."""
     objects = render_chart("networkPolicy.enabled=true")
     policy = find_object(objects, "NetworkPolicy", "kv-kvevents-engines")
     assert policy["spec"]["podSelector"]["matchLabels"] == {"app": "vllm"}
@@ -383,7 +384,7 @@ def test_ports_of_ranks_must_not_overlap(tmp_path: Path) -> None:
 
 @needs_helm
 def test_relays_of_two_ranks_share_a_pod(tmp_path: Path) -> None:
-    """Ports and journals differ; additions reach both, such as keys."""
+    """The two relays have different ports and journals. Additions, such as keys, reach both relays."""
     ranks = ("relay.ranks=2", "relay.replayPort=6567", "relay.engineReplayPort=5567")
     mount = ("relay.extraVolumeMounts[0].name=keys", "relay.extraVolumeMounts[0].mountPath=/keys")
     key = "relay.extraArgs={--curve-key=/keys/relay.key_secret}"

@@ -38,7 +38,7 @@ class Plane(NamedTuple):
             return answer.read().decode(), self.replica.get("/metrics").body.decode()
 
     def exported(self) -> Samples:
-        """Return the samples of both."""
+        """Return the samples of the bridge and of the replica."""
         return parse_samples(*self.read_metrics())
 
     def values(self, name: str) -> list[float]:

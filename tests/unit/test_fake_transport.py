@@ -296,7 +296,7 @@ def test_a_sink_that_raises_loses_nothing(
 
 
 def test_a_sink_that_raises_without_replay_is_a_loss(transport: FakeTransport, engine: FakeEngine) -> None:
-    """What it was given cannot be delivered again."""
+    """Deliveries that were passed to the sink cannot be delivered again."""
     sink = FailingSink(2)
     with Subscriber(Source(ENDPOINT, name="e"), transport=transport, clock=transport.clock, sink=sink) as subscriber:
         assert subscriber.receive(1) is None
@@ -390,7 +390,7 @@ def test_trust_orders_by_state() -> None:
 
 
 def test_a_subscriber_waits_until_it_has_caught_up(transport: FakeTransport, engine: FakeEngine) -> None:
-    """What it receives meanwhile is returned. An idle engine that nothing contradicts is as good as EXACT."""
+    """The deliveries of the wait are returned. An idle engine whose replay is not contradicted counts as EXACT."""
     engine.publish(BlockRemoved([0]))
     engine.publish(BlockRemoved([1]))
     with subscribe(transport) as subscriber:
@@ -424,7 +424,7 @@ def test_an_interrupted_wait_for_trust_loses_nothing(transport: FakeTransport, e
 
 
 async def test_a_cancelled_wait_for_trust_loses_nothing(transport: FakeTransport, engine: FakeEngine) -> None:
-    """What had been received is delivered again."""
+    """Deliveries that were received during the wait are delivered again."""
     engine.publish(BlockRemoved([0]))
     transport.engine("tcp://other:5557", "tcp://other:5558").disconnect()
     sources = Source(ENDPOINT, REPLAY, name="e"), Source("tcp://other:5557", "tcp://other:5558", name="other")
@@ -439,7 +439,7 @@ async def test_a_cancelled_wait_for_trust_loses_nothing(transport: FakeTransport
 
 
 def test_changes_of_trust_are_reported_again_if_the_callback_raises(transport: FakeTransport) -> None:
-    """Those of other streams too."""
+    """Changes of other streams are reported again too."""
     names = ["a", "b", "c"]
     for name in names:
         transport.engine(f"tcp://{name}:5557")
@@ -561,7 +561,8 @@ def test_a_subscriber_says_what_it_connects_to_and_what_it_cannot_repair(
 
 
 def test_what_waits_in_all_streams_has_one_limit(transport: FakeTransport) -> None:
-    """After a restart of a router every stream of a fleet may wait at once. What finds no room is replayed later."""
+    """After a restart of a router, all streams of a fleet can wait at the same time. Batches without room are replayed
+    later."""
     limits = StreamLimits(max_total_pending_bytes=2_000)
     engines = [transport.engine(f"tcp://engine:{port}", f"tcp://replay:{port}") for port in range(5_001, 5_021)]
     sources = [Source(engine.endpoint, engine.replay_endpoint) for engine in engines]

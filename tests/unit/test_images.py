@@ -107,7 +107,7 @@ def test_no_service_of_a_compose_file_runs_as_root(path: Path) -> None:
 
 
 def test_the_engine_image_installs_the_wheels_that_were_built() -> None:
-    """It names both wheels, so that no package of a registry can take their place."""
+    """The command names both wheels, so that no package of a registry can replace them."""
     [copied] = [each for each in read_instructions(ENGINE, "COPY") if each.startswith("dist/")]
     assert copied.split()[:2] == ["dist/kvevents-*.whl", "dist/kvevents_native-*.whl"]
     assert all("--find-links" not in each for each in read_instructions(ENGINE, "RUN"))

@@ -136,7 +136,8 @@ def test_no_digest_is_compared_for_a_removed_worker() -> None:
 
 
 def test_runs_of_raw_batches_are_applied_in_order_around_heartbeats() -> None:
-    """Python reads batches with heartbeats, native code reads the others. Each digest is compared at its own batch."""
+    """Python code reads batches with heartbeats, and native code reads all other batches. Each digest is compared at its own
+    batch."""
     pair = SenderAndConsumer()
     deliveries: list[RawDelivery] = []
     for number in range(60):

@@ -25,7 +25,7 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS, encode_batch
 from kvevents_native._native import Compactor, turns
 
 CPU_SECONDS = 1.0
-"""More than the payloads below take on a slow machine. Without limits they take seconds to hours."""
+"""CPU seconds that suffice for the payloads below on a slow machine. Without limits these payloads take seconds to hours."""
 DEADLINE = 60.0
 """Seconds after which a thread that has not run counts as blocked."""
 

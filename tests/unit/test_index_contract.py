@@ -1,4 +1,4 @@
-"""Guarantees of the index about threads, locks and the cost of removals, which its results do not show."""
+"""Tests of guarantees about threads, locks and the cost of removals, which the results of the index do not show."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_no_other_thread_runs_during_pure_python(no_forced_thread_switches: None
 
 
 def use_index(index: PrefixIndex, feed: Feed) -> None:
-    """Write, read and remove, which would wait for any lock of the index that is held."""
+    """Write, read and remove. These calls would wait if another thread held a lock of the index."""
     feed(store([feed.seq + 1], [1, 2], 2))
     assert index.match([1, 2])
     assert index.remove_worker(feed.source) > 0

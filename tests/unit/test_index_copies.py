@@ -184,7 +184,7 @@ def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVE
     ("engine", "release", "left"), [("vllm", "0.9.1", 4), ("vllm", "0.13.0", 4), ("vllm", "0.17.0", 4), ("sglang", "0.5.20", 0)]
 )
 def test_stores_of_vllm_without_a_group_count_as_copies(engine: str, release: str, left: int) -> None:
-    """They are arrays without a place for a group. SGLang, which sends maps from 0.5.20 on, holds a block once."""
+    """These stores are arrays without a field for a group. SGLang, which sends maps from 0.5.20 on, holds each block once."""
     index, row = PrefixIndex(), dialect_for(engine, release)
     events: list[KVEvent] = [plain(1), plain(1), BlockRemoved([1], "GPU")]
     for seq, event in enumerate(events):

@@ -24,7 +24,7 @@ VOCABULARY = 1_000
 PLACEHOLDER = 999
 """The token that a client has in its prompt for each token of an item."""
 ENGINE_PLACEHOLDER = 1_001
-"""The token that the engine's V1 cache has for it."""
+"""The token that the engine's V1 cache has for each token of an item."""
 
 
 def digest(item: int) -> str:

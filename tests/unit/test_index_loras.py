@@ -116,7 +116,7 @@ def test_after_a_swap_only_new_blocks_are_certain() -> None:
 
 
 def test_a_prompt_that_was_not_asked_again_is_uncertain() -> None:
-    """Its blocks have one hash each; a swap is seen by those of another prompt."""
+    """The prompt's blocks have one hash each. Only the blocks of a different prompt show the swap."""
     other = list(range(300, 308))
     history = History()(blocks(1))(blocks(1, 4, 0, other))(blocks(2))
     history.check(Answer(12, 12, True))
@@ -149,7 +149,7 @@ def test_the_name_returns_to_its_former_path() -> None:
     history = History()(blocks(1, 4))(blocks(2, 3))
     history.check(Answer(8, 6, False))
     history(blocks(1, 5, 4)).check(Answer(10, 0, False))
-    # What is computed from now on is certain, and a swap that follows is seen.
+    # Blocks that are computed from now on are certain, and show the next swap.
     fresh = list(range(400, 408))
     history(blocks(1, 4, 0, fresh)).check(Answer(8, 8, True), fresh)
     history(blocks(3, 2, 0, fresh)).check(Answer(8, 4, False), fresh)
@@ -235,7 +235,7 @@ def test_a_thousand_versions_reach_no_limit(lora: str | None) -> None:
 
 
 def test_workers_swap_at_different_times() -> None:
-    """They share records, and each has its own versions."""
+    """The workers share records, but each worker has its own versions of a LoRA."""
     index = PrefixIndex(limits=IndexLimits(max_records_per_key=4))
     sources = [f"engine-{number}" for number in range(12)]
     seqs = dict.fromkeys(sources, 0)

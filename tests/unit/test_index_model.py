@@ -353,10 +353,10 @@ class ReadCounter:
 
 
 class Writer:
-    """Applies payloads one after the other. A reader can see any state between `done` and `begun` payloads.
+    """Applies payloads in order. A reader can see the state after any number of payloads from `done` to `begun`.
 
-    With a `read_counter` it waits for the readers after every second payload. The other payloads might be applied during a
-    read, depending on how threads are scheduled.
+    With a `read_counter`, the writer waits for the readers after every second payload. The other payloads might be applied
+    during a read, depending on how threads are scheduled.
     """
 
     def __init__(self, index: PrefixIndex, source: str, payloads: list[bytes], read_counter: ReadCounter | None = None) -> None:

@@ -131,7 +131,8 @@ def certain(index: PrefixIndex) -> tuple[int, int]:
 
 
 class Consumers:
-    """One that saw all batches, one that restored a snapshot of it, and one that got the compacted history."""
+    """Three consumers of a stream: one received all batches, one restored a snapshot, and one received the compacted
+    history."""
 
     def __init__(self, *batches: list[KVEvent]) -> None:
         feed = Feed(PrefixIndex())

@@ -311,7 +311,8 @@ def test_random_keys_match_nothing_but_their_blocks_are_counted(index: PrefixInd
 def test_workers_that_sent_keys_and_workers_that_sent_tokens_are_matched_together(
     stores: list[tuple[str, bool, int]], scope: Scope
 ) -> None:
-    """Some workers sent both, in any namespace. Blocks with equal keys do not hide each other, in any order of changes."""
+    """Some workers sent both keys and tokens, in any namespace. In any order of changes, no block hides a block with an equal
+    key."""
     prompt = PROMPTS[0]
     index, keys, hashes = PrefixIndex(), block_keys(prompt, SIZE, namespace(scope)), hashes_of(prompt, scope)
     feeds = {name: Feed(index, name) for name in "abcd"}

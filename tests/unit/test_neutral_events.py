@@ -30,7 +30,7 @@ STORE = make_store(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
 @pytest.mark.parametrize("wire", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_neutral_event_is_skipped_in_every_form(wire: Any, is_wrapped: bool) -> None:
-    """The other events are read; one of an unknown kind is rejected."""
+    """All other events are read, but an event of an unknown kind is rejected."""
     event = pack(wire) if is_wrapped else wire
     for others in ([], [{"type": "Tomorrow"}]):
         decoded = decode_batch(batch_of(event, STORE, event, *others))

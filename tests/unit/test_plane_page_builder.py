@@ -745,7 +745,7 @@ class Simulation:
             model_bridge.resume(self.engine)
 
     def arrive(self, at: int) -> None:
-        """Let one of the oldest pages in flight arrive. Pages can overtake each other."""
+        """Let one of the oldest pages in flight arrive. A page can overtake an earlier page."""
         if self.network:
             in_flight = self.network.pop(min(at, len(self.network) - 1))
             in_flight.arrived, in_flight.position = True, self.partition.append(in_flight.page, in_flight.expected)

@@ -74,7 +74,7 @@ class Pipeline:
         self.index = PrefixIndex()
         self.position = 0
         self.ends_live = True
-        """Whether the newest batch was sent to subscribers. They cannot know of a lost batch before the next one."""
+        """Whether the newest batch was sent to subscribers. Subscribers cannot notice a lost batch before the next batch."""
         self._write(JoinRecord(*KEY, b""))
 
     def _reset_truth(self) -> None:
@@ -263,7 +263,8 @@ def test_a_different_digest_degrades_the_replica() -> None:
 
 
 def test_after_a_known_loss_a_different_digest_is_not_a_divergence() -> None:
-    """A replica builds its index again after a divergence. This would not restore what the log does not contain."""
+    """A replica builds its index again after a divergence. A new index would not contain the lost batches either, because the
+    log lacks them."""
     pipeline = Pipeline(buffer_steps=2)
     run_steps(pipeline, "store", "skip number", "store", "store", "heartbeat", "heartbeat", "heartbeat")
     assert DegradedReason.LOST in pipeline.log.status(*KEY).degraded_reasons

@@ -62,7 +62,7 @@ def test_a_restart_or_too_many_waiting_batches_end_the_wait(monkeypatch: pytest.
 
 
 def test_a_live_batch_that_contradicts_a_waiting_reply_begins_an_incarnation() -> None:
-    """What waits is delivered before, although a subscriber would drop it."""
+    """Waiting batches are delivered before the new incarnation, although a subscriber would drop them."""
     frames = [*live(0), *replies(3), *live(2, since=1.0), *live(3, body=b"new", since=4.0)]
     old = ["0:0 live at 0.0", "lost 1-1", "0:2 live at 1.0", "0:3 replayed at 0.0"]
     assert read(frames) == [*old, "incarnation 1", "lost 0-2", "1:3 live at 4.0"]

@@ -28,7 +28,7 @@ from relay_journal_cases import TINY, Killed, WatchedDisk
 SECRET = 1_234_567
 """A token id that occurs in prompts only."""
 CLEARED = [AllBlocksCleared(), AllBlocksCleared({"medium": "*", "group_idx": None})]
-"""What a relay begins with, as arrays are decoded."""
+"""The events with which a relay begins, as decoded from arrays."""
 CLEAR = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))
 
 
@@ -339,7 +339,7 @@ def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(scenario: World, 
                 late.turn()
                 assert late.trust.name != "EXACT"
             assert late.trust.name == "DEGRADED"
-    # One at the start, one for the changed trust, and then one when the last heartbeat leaves the buffer, not for each batch.
+    # Heartbeats: one at the start, one for the changed trust, and one whenever the last heartbeat leaves the buffer.
     assert scenario.relay.status().heartbeats <= 4 + 120 // max(1, steps // 2)
 
 

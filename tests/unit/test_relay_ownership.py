@@ -99,7 +99,8 @@ def test_an_upstream_without_blocks_has_no_removals() -> None:
 
 
 def test_after_a_clear_of_one_upstream_its_lower_blocks_might_be_gone() -> None:
-    """Those of the other upstream are certain. A store makes them certain again, and a removal removes the only copy."""
+    """The blocks of the other upstream stay certain. A store makes a block certain again, and a removal removes the only
+    copy."""
     upstreams, index = (UpstreamBlocks(), UpstreamBlocks()), PrefixIndex()
     numbers = itertools.count()
 

@@ -102,7 +102,7 @@ def test_hashes_of_tokens_are_those_of_the_rank(scenario: World) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"dialect": "vllm"}, {"tokens": "hash"}], ids=str)
 def test_an_upstream_of_several_ranks_is_relayed_as_such(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """As that of another relay. A clear without a rank, and a restart, concern all of them."""
+    """Such an upstream can be another relay. A clear without a rank, and a restart, affect all ranks."""
     with world(tmp_path / "journal") as scenario:
         scenario.begin(buffer_steps=3, **settings)
         early = scenario.consumer()

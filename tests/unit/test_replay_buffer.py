@@ -319,8 +319,8 @@ def test_two_snapshots_share_no_number() -> None:
 
 
 def test_without_numbers_for_all_parts_there_is_no_snapshot() -> None:
-    """Two parts need a number each, and one more from which to request them. There is a snapshot when more batches have been
-    evicted."""
+    """A snapshot of two parts needs a number for each part, and a lower number for the request. When more batches have been
+    evicted, a snapshot exists."""
     blocks = BlockStored(list(range(1, 401)), None, list(range(1_600)), 4, medium="GPU")
     buffer = compacting_buffer(1, settings=settings_with_limit(2_000))
     payloads = [encode_batch(KVEventBatch(0.0, [blocks])), *[encode_batch(KVEventBatch(0.0, []))] * 20]

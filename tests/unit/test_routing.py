@@ -180,14 +180,15 @@ def test_least_loaded_has_the_fewest_requests(fleet: list[Candidate]) -> None:
 
 
 def test_least_loaded_by_tokens() -> None:
-    """One long prompt is more work than two short ones; a request after its first token counts 256."""
+    """One long prompt is more work than two short prompts. A request after its first token counts as 256 tokens."""
     fleet = [candidate(0, waiting(5000)), candidate(1, waiting(600, 2)), candidate(2, decoding(3))]
     assert chosen(policy("least-loaded", 1, by="requests"), *fleet) == "w0"
     assert chosen(policy("least-loaded", 1), *fleet) == "w1"
 
 
 def test_two_choices_take_the_less_loaded_of_two() -> None:
-    """It never takes the most loaded one, and not always the least loaded one, to which all routers would send."""
+    """The policy never takes the most loaded worker, and not always the least loaded worker, to which all routers would
+    send."""
     one, fleet = policy("least-loaded", 1, sample=2), [candidate(place, waiting(place, place)) for place in range(5)]
     counts = Counter(chosen(one, *fleet) for _ in range(1000))
     assert counts["w4"] == 0

@@ -48,7 +48,7 @@ def choose(
     stores_only: tuple[str, ...] = (),
     **changes: Any,
 ) -> Selection:
-    """Select a worker. Keys of `held` and `states` are numbers of workers; a worker without a state is EXACT. All are
+    """Select a worker. Keys of `held` and `states` are numbers of workers. A worker without a state is EXACT. All workers are
     followed."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
     standings = {(one.instance, one.rank): EXACT._replace(source=one.instance, stores_only=stores_only) for one in candidates}
@@ -187,7 +187,8 @@ def test_load_counts_in_proportion() -> None:
 @pytest.mark.parametrize("source", ["request", "engines", "selections"])
 @pytest.mark.parametrize("running_each", [1, 2, 4, 10])
 def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int, source: str, running_each: int) -> None:
-    """All prompts begin with the same tokens, `running_each` for each engine at a time; each engine holds what it was sent."""
+    """All prompts begin with the same tokens. `running_each` requests run per engine; each engine holds the prompts that it was
+    sent."""
     shared, loads, ties, tokens = int(length * share), Loads(60.0), Ties(Random(1)), list(range(length))
     holders, counts, hits = set[int](), [0] * engines, 0
     in_flight: deque[int] = deque()
@@ -463,7 +464,7 @@ def test_remembered_turns_are_bounded() -> None:
 
 
 def test_the_reason_of_a_selection_is_a_sentence() -> None:
-    """It has the cached tokens, the trust, the load, and whether there was a tie."""
+    """The sentence contains the cached tokens, the trust, the load, and whether a tie occurred."""
     held = {0: make_match(gpu=20, cpu=50)}
     found = choose(make_candidates(1, 1), held, {0: "DEGRADED"})
     assert found.why == (
@@ -571,7 +572,7 @@ def test_caches_do_not_count_for_a_request_that_reads_none() -> None:
 
 @pytest.mark.parametrize(("tokens", "most"), [(50, 39), (75, 39), (80, 41), (85, 45), (90, 47), (100, 47)])
 def test_a_worker_with_too_many_requests_gets_no_credit(tokens: int, most: int) -> None:
-    """The more a cache saves, the more requests may wait there: 1.25 to 2 times those of the others."""
+    """The more tokens a cache saves, the more requests its worker may have: 1.25 to 2 times the mean of the other workers."""
     held = {0: make_match(gpu=tokens)}
     found = choose(make_candidates(8, 0), held, wait_weight=0.0, load_weight=0.0)
     assert (found.instance, score(found, 0).hot) == ("w0", False), "up to 8 requests a cache always counts"

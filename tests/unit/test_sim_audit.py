@@ -268,7 +268,7 @@ def test_a_reset_checks_the_lookups_that_wait_for_no_batch_and_leaves_the_others
 
 
 def test_a_lookup_after_the_last_batch_is_compared_at_the_reset() -> None:
-    """It was expected after its batch had been applied, and only the reset came after it."""
+    """The lookup was expected after its batch had been applied, and only the reset followed."""
     stream = record_small_stream()
     audit = Audit(PrefixIndex())
     audit.add(WORKER)

@@ -158,7 +158,7 @@ def test_a_prompt_finds_the_blocks_of_an_equal_one_in_the_same_step() -> None:
 
 
 def test_a_waiting_prompt_is_admitted_when_another_one_has_computed_its_beginning() -> None:
-    """It fits although nothing is freed, because blocks that a running sequence has filled need no room."""
+    """The prompt fits although no block is freed, because it shares the blocks that a running sequence has filled."""
     run = Run(CacheSize(6, 4), StepLimits(3, 64))
     run.submit([request(range(8), 12)])
     run.step()

@@ -192,7 +192,7 @@ def test_an_overprediction_because_of_late_events_is_counted() -> None:
 
 def test_the_overlay_predicts_cached_tokens_before_any_event() -> None:
     """The second of two equal prompts comes while the first is computed: all but its last block is predicted."""
-    first = request([3] * 20)  # the index learns the block size from it
+    first = request([3] * 20)  # the index learns the block size from this store
     requests = [first, request([1] * 200, at=1.0), request([1] * 200, at=1.001)]
     results = [simulate(fleet_settings(engines=1, overlay=overlay), "prefix-aware", requests) for overlay in (0.0, 2.0)]
     assert [result.predicted_tokens for result in results] == [0, 196]

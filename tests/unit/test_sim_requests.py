@@ -75,7 +75,7 @@ def test_the_shared_prefix_begins_with_the_first_token() -> None:
 
 
 def test_the_shared_prefix_includes_answers() -> None:
-    """The next turn of a conversation repeats prompt and answer, and finds both."""
+    """The next turn of a conversation repeats prompt and answer, and finds the blocks of both."""
     first = make_request((1, 30))
     following = Request(1.0, first.prompt + first.output + Text([(2, 5)]), Text([(9, 1)]))
     assert shared_prefix([first, following]) == 35 / 70

@@ -18,7 +18,7 @@ def make_row(**fields: object) -> bytes:
 
 
 def test_a_line_is_read_as_a_request() -> None:
-    """Each id stands for 512 tokens, the last one for the rest; the answer is a text that no other request has; time is in
+    """Each id represents 512 tokens, and the last id the rest. The answer is a text that no other request has. Times are in
     milliseconds."""
     request = mooncake_request(Sessions(), make_row(unknown="left alone"), 3)
     assert request.at == 1.5

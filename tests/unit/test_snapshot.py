@@ -160,7 +160,7 @@ def test_a_snapshot_that_fails_leaves_the_old_file_and_nothing_else(index: Prefi
 def test_a_folder_that_cannot_be_synced_is_an_error_where_folders_can_be(
     index: PrefixIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The snapshot is there, and might be lost with the machine. Some file systems sync no folders."""
+    """The snapshot exists, but might be lost if the machine fails. Some file systems cannot sync folders."""
     fault = pytest.raises(SnapshotError, match=f"{tmp_path} cannot be synced: Input/output error")
 
     def fail(_descriptor: int) -> None:

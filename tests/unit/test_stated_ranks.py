@@ -162,7 +162,7 @@ def test_an_index_from_the_disk_continues(seed: int, count: int, ranks: tuple[in
 
 
 def test_a_stream_of_one_rank_is_known_by_the_rank_of_its_registration() -> None:
-    """Whatever its payloads state, and with batches that state no rank among them."""
+    """The registration decides even if payloads state a different rank or no rank."""
     consumer = Consumer()
     consumer(batch_of(3, block(1)), batch_of(None, block(2)), batch_of(3, BlockRemoved([1], "GPU", group_idx=0)))
     assert (consumer.ranks, consumer.held(0)) == ([0], {2})
@@ -220,7 +220,7 @@ def test_a_worker_is_removed_with_the_ranks_that_it_carries() -> None:
 
 
 def test_more_ranks_than_allowed_are_refused_visibly() -> None:
-    """Also ranks that no registration can have. The others go on."""
+    """Ranks that no registration can have are refused too. The other ranks continue."""
     consumer = Consumer(max_ranks=3)
     applied = consumer(batch_of(0, block(1)), *(batch_of(rank, block(1)) for rank in (1, 2, -7, 1 << 40, 3, 4, 5, 6)))
     assert consumer.ranks == [0, 1, 2, 3]
@@ -279,7 +279,8 @@ def test_blocks_without_a_rank_are_refused_among_several_ranks() -> None:
 
 
 def test_a_rank_with_a_stream_of_its_own_is_not_mixed_with_that_of_another_stream() -> None:
-    """Neither if its own stream came first, nor if it comes later, nor if the other stream has stated it first."""
+    """The rank's blocks stay separate, whether its own stream came first, came later, or was preceded by the other stream's
+    statement."""
     consumer, own = Consumer(), RawBatch("pod", 1, 0, 0, False, batch_of(1, block(9)))
     consumer(batch_of(0, block(1)), batch_of(1, block(1)), batch_of(2, block(1)))
     consumer.index.apply(own)

@@ -564,7 +564,7 @@ def test_a_replay_endpoint_of_another_topic_is_distrusted(wire: Wire) -> None:
 
 @pytest.mark.parametrize("held", [1, 2, 5])
 def test_a_replay_endpoint_of_another_stream_that_ends_before_the_live_one_is_detected(held: int) -> None:
-    """It holds no number of a live batch; its newest number may even be just before the first live one."""
+    """The endpoint has no number of a live batch. Its newest number can even precede the first live number directly."""
     wire = Wire()
     wire.stream.begin_connection(0.0)
     seq, seconds = 2, 0.02
@@ -662,7 +662,7 @@ def answer_from_next_incarnation(wire: Wire) -> list[Batch | Gap | Reset]:
     """Answer all requests from publisher 2, up to number 19, while live batches are of publisher 1: its old connection is
     still open.
 
-    Return the deliveries. The stream must never be EXACT after it has delivered batches of both.
+    Return the deliveries. The stream must never be EXACT after it has delivered batches of both publishers.
     """
     new_deliveries: list[Batch | Gap | Reset] = []
     for _ in range(20):
@@ -715,7 +715,7 @@ def test_replayed_batches_after_live_ones_are_not_exact_before_a_comparison(wire
 
 
 SNAPSHOT = payload_of(0, 7, clear=True)
-"""What a kvevents publisher sends under a number for everything up to that number."""
+"""A snapshot of a kvevents publisher: one payload that represents all batches up to its number."""
 
 
 @pytest.mark.parametrize("live_first", [True, False])
@@ -744,7 +744,7 @@ def test_a_snapshot_and_the_live_batch_of_its_number_do_not_conflict(live_first:
 
 
 def test_a_snapshot_fills_a_gap_as_the_batch_itself_does(wire: Wire) -> None:
-    """For a consumer that has all earlier batches, both mean the same."""
+    """For a consumer that has all earlier batches, the snapshot and the batch have the same effect."""
     wire.feed(*map(live, range(7)), live(8))
     assert wire.next_request() == 7
     wire.answer(replay_batch_frames(TOPIC, 7, SNAPSHOT), replayed(8), END)
@@ -1101,7 +1101,7 @@ def nonzero_counters(wire: Wire) -> dict[str, int]:
 
 
 def test_history_does_not_count_as_a_repaired_gap() -> None:
-    """Neither the batches before the subscriber's start nor the first ones of a new incarnation were ever missing."""
+    """Batches before the subscriber's start, and the first batches of a new incarnation, do not count as missing."""
     wire = Wire()
     wire.stream.begin_connection(0.0)
     wire.feed(live(3))
@@ -1116,7 +1116,8 @@ def test_history_does_not_count_as_a_repaired_gap() -> None:
 
 
 def test_each_gap_that_replay_fills_counts_as_repaired_once(wire: Wire) -> None:
-    """It counts once regardless of its size and of the number of answers; each answer is counted by what it left missing."""
+    """A gap counts once regardless of its size and of the number of answers. An answer counts as complete if no batch is
+    missing after it."""
     wire.feed(live(0), live(4), live(5), live(7))
     assert wire.next_request() == 1
     wire.answer(replayed(1), END)
@@ -1750,7 +1751,7 @@ def test_an_invalid_source_is_refused_with_an_explanation(arguments: dict[str, o
 
 
 def test_each_rank_has_the_next_ports_and_the_same_name() -> None:
-    """Both ports increase with the rank; the name is the same, so that `trust(name, rank)` finds each rank."""
+    """The two ports increase with the rank. The name is the same for all ranks, so that `trust(name, rank)` finds each rank."""
     ranks = Source("tcp://engine:5557", "tcp://engine:5600").ranks(3)
     assert [(each.endpoint, each.replay_endpoint, each.label, each.rank) for each in ranks] == [
         ("tcp://engine:5557", "tcp://engine:5600", "tcp://engine:5557", 0),
@@ -1865,7 +1866,8 @@ def test_an_answer_may_have_lost_some_of_the_frames_in_quarantine() -> None:
 
 @pytest.mark.parametrize("first_different", range(3, 7))
 def test_frames_in_quarantine_of_an_incarnation_that_differs_later_are_dropped(first_different: int) -> None:
-    """Both incarnations are equal up to some number; no frame of the old one is delivered as a batch of the new one."""
+    """The old and the new incarnation are equal up to some number. No frame of the old incarnation is delivered as a batch of
+    the new one."""
     wire = reconnect_with_unread_frames()
     wire.answer(
         *map(replayed, range(2, first_different)),

@@ -157,7 +157,7 @@ def test_a_snapshot_is_truncated_if_an_answer_stops_after_a_part_that_is_not_fin
 
 
 def test_streams_share_one_limit_of_bytes() -> None:
-    """What one stream holds, another one cannot; every way out of a buffer frees it."""
+    """Bytes that one stream holds are not available to other streams. Every removal from a buffer frees the bytes."""
     shared = PendingBytes(100)
     one, other = (ReorderBuffer(StreamLimits(), shared) for _ in range(2))
     assert one.add(5, bytes(60), replayed=False)

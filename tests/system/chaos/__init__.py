@@ -1,1 +1,1 @@
-"""Chaos: faults in engines, relays, consumers and networks. What consumers hold is compared with the truth."""
+"""Chaos: faults in engines, relays, consumers and networks. The blocks that consumers hold are compared with the truth."""

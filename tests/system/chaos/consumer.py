@@ -132,7 +132,8 @@ class SinkError(Exception):
 
 
 class FailingSink:
-    """Applies deliveries to an index, and raises in some calls: before it has applied any, or after some or all of them."""
+    """Applies deliveries to an index, and raises in some calls: before all deliveries, between two deliveries, or after all of
+    them."""
 
     def __init__(self, index: PrefixIndex, share: float, draw: Random) -> None:
         self._index = index

@@ -137,7 +137,8 @@ def _redirect_to_foreign(place: tuple[Stage, int], random: Random) -> None:
 
 
 def _swap_with_foreign(place: tuple[Stage, int], random: Random) -> None:
-    """Redirect both ports of the engine to another engine, one after the other, as a cluster does that uses addresses again."""
+    """Redirect first one and then the other port of the engine to a different engine, as a cluster does when it reuses
+    addresses."""
     endpoints = place[0].start_foreign_engine(random.choice((0.5, 1.0, 2.0)))
     ports = [*zip(_find_proxies(place[0], 0), endpoints, strict=False)]
     for proxy, endpoint in random.sample(ports, len(ports)):

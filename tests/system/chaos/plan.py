@@ -36,7 +36,7 @@ class Plan(plan.Plan):
 
     setting: Setting
     consumers: tuple[Consumer, ...]
-    """All consumers, also those that join by a command."""
+    """All consumers of the round, including consumers that join later by a command."""
     incarnations: tuple[int, ...]
     """Batches that each incarnation can publish."""
 

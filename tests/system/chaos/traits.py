@@ -76,7 +76,7 @@ class Trait:
     needs: tuple[str, ...] = ()
     """Faults without which the trait has no effect."""
     hides_tail: bool = False
-    """Whether consumers cannot know of lost last batches. Such a round does not lose its last batches."""
+    """Whether consumers cannot notice the loss of the last batches. If so, the round does not lose its last batches."""
 
 
 def _change_options(**choices: Callable[[Random], Any]) -> Change:

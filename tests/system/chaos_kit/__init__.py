@@ -1,1 +1,1 @@
-"""What the programs of chaos share: engines, their truth, stages with processes, judging, reports and command lines."""
+"""Common code of the chaos programs: engines, their truth, stages with processes, judging, reports and command lines."""

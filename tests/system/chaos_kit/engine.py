@@ -178,7 +178,7 @@ def _check(cache: Cache, index: PrefixIndex) -> None:
 
 
 def draw_malformed_message(draw: Random, topic: bytes, number: int) -> list[bytes]:
-    """Return a message that is no batch. It begins with the topic, so that it arrives."""
+    """Return a message that is not a batch. The message begins with the topic, so that subscribers receive it."""
     good = live_frames(topic, number, b"x")
     return draw.choice(([topic], good[:2], [*good, b""], [topic, b"\0\0\0\5", b""], [topic, b"", b""]))
 

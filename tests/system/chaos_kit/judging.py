@@ -46,7 +46,7 @@ class Result:
     """Batches that it received, if it counts them."""
 
     def with_claims(self, checked: CheckedClaims) -> Result:
-        """Return the result with the checked claims. One wrong claim makes the holder wrong."""
+        """Return the result with the checked claims. A single wrong claim makes the result wrong."""
         if not checked.wrong:
             return replace(self, claims=checked.claims)
         return replace(self, kind="wrong", detail="; ".join([*checked.wrong, self.detail]), claims=checked.claims)
@@ -84,7 +84,7 @@ class Outcome:
     """Make of the engine, if the round has one engine."""
     examples: tuple[Example, ...] = ()
     reported: str = ""
-    """What processes have reported about themselves, for messages."""
+    """Reports of the processes about themselves, for messages."""
 
     @property
     def wrong(self) -> bool:

@@ -39,7 +39,7 @@ class SilentPartError(Exception):
 
 
 class BrokenStageError(Exception):
-    """The stage of a round has failed, not what is tested on it."""
+    """The stage of a round has failed, and not the tested program."""
 
 
 class Part:

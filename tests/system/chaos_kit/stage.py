@@ -29,7 +29,7 @@ EXACT until a live batch has confirmed the replayed ones."""
 CONFIRM_SECONDS: Final = 1.0
 """Seconds between two such batches."""
 MAX_RATE: Final = 1e9
-"""Rate of an engine that publishes as fast as it can."""
+"""Rate in batches per second that makes an engine publish as fast as possible."""
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
 
 PlanT = TypeVar("PlanT", bound=Plan)

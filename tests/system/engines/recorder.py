@@ -81,7 +81,7 @@ class Recorder:
             self._lock.release()
 
     def add_restart(self) -> None:
-        """Write that the engine was killed at this place."""
+        """Write a note that the engine was killed at this position of the recording."""
         with self._lock:
             self._write_meta({"restart": True})
 

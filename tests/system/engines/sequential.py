@@ -41,7 +41,7 @@ class Scenario:
 
 
 class Restart(msgspec.Struct):
-    """One kill and what followed."""
+    """One kill of an engine's processes, and the time for which the service stayed EXACT afterwards."""
 
     kind: KillTarget
     distrust_seconds: float | None

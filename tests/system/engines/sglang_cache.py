@@ -36,7 +36,7 @@ from kvevents.index import Namespace, PrefixIndex
 
 PAGE: Final = 16
 CAPACITY: Final = 96 * PAGE
-"""Tokens that the cache may hold. They are so few that it evicts all the time."""
+"""Capacity of the cache in tokens, which is so small that the cache evicts blocks all the time."""
 WINDOW_CAPACITY: Final = 48 * PAGE
 """The same for the layers of a model that have sliding windows."""
 VOCABULARY: Final = 256
@@ -80,7 +80,7 @@ class Result(msgspec.Struct):
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that SGLang imports and that are not installed. It must be the last finder."""
+    """Finds modules that SGLang imports and that are not installed. This finder must be the last one."""
 
     def find_spec(self, fullname: str, _path: object, _target: object = None) -> importlib.machinery.ModuleSpec | None:
         frame = inspect.currentframe()
@@ -187,7 +187,7 @@ class Tree:
         self.cache.evict(self._base.EvictParams(num_tokens=tokens))
 
     def evict_windows(self, tokens: int) -> None:
-        """Free memory of sliding windows, which shortens matches and announces nothing."""
+        """Free memory of sliding windows. This shortens matches, but SGLang announces nothing."""
         self.cache.evict(self._base.EvictParams(num_tokens=0, swa_num_tokens=tokens))
 
     def window_size(self) -> int:

@@ -22,7 +22,7 @@ from kvevents.service.discovery.kubernetes import KubernetesProvider
 from kvevents.service.settings import KubernetesSettings
 
 USED = (kvevents.service.process, http_client)
-"""What a service has in memory anyway."""
+"""Modules that a service always has in memory."""
 
 
 def megabytes() -> float:

@@ -57,7 +57,7 @@ class Watch(threading.Thread):
                 self._lines.put(line.decode().rstrip("\n"))
 
     def step(self, act: Callable[[], object]) -> list[str]:
-        """Act, and return the lines that come of it."""
+        """Call `act`, and return the lines that the server sends because of the call."""
         act()
         found = [self._lines.get(timeout=90)]
         while True:

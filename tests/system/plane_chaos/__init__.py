@@ -1,1 +1,1 @@
-"""Chaos of a plane: faults in engines, bridges, servers and replicas. What replicas hold is compared with the truth."""
+"""Chaos of a plane: faults in engines, bridges, servers and replicas. The blocks of replicas are compared with the truth."""

@@ -31,7 +31,7 @@ POLL_SECONDS: Final = 0.1
 
 @dataclass(slots=True)
 class Stream:
-    """The newest number of one incarnation of a stream, and the incarnation of the engine that its batches have."""
+    """The newest number of one incarnation of a stream, and the engine's incarnation in the batches."""
 
     last: int | None = None
     lifetime: int | None = None

@@ -60,7 +60,7 @@ class Streams:
         """How many blocks hold a hash, by group and hash."""
 
     def compare(self, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """Compare the next events of both. Raises `DifferenceError` when they differ."""
+        """Compare the next events of both caches. Raises `DifferenceError` if the events differ."""
         if len(ours) != len(theirs) or not all(map(self._is_same_event, ours, theirs)):
             raise DifferenceError(
                 "events:\n" + "\n".join([*(f"  ours   {e}" for e in ours), *(f"  vLLM's {e}" for e in theirs)])

@@ -102,7 +102,8 @@ class EngineCache:
         return Search(self, engine_hashes(prompt, unit, lookahead, salt), longest).run()
 
     def drops(self, number: int) -> bool:
-        """Return whether the engine recomputes the last block of a hit. It does not if hashes cover the tokens behind it."""
+        """Return whether the engine recomputes the last block of a hit. It does so unless hashes cover the tokens after the
+        block."""
         if self._drafts is None or (self.hashing is not None and self.hashing[1]):
             return False
         return not self._drafts or number in self._drafts

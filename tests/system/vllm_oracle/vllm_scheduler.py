@@ -89,7 +89,7 @@ class RealScheduler:
         return bool(self.scheduler.reset_prefix_cache())
 
     def begin(self) -> Any:
-        """Schedule a step; `end` takes the value that this returns."""
+        """Schedule a step. Pass the returned value to `end`."""
         self._lookups.clear()
         return self.scheduler.schedule()
 

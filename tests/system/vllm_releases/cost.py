@@ -1,4 +1,4 @@
-"""What attestation costs the scheduler of vLLM 0.33: `python -m tests.system.vllm_releases.cost [BLOCKS]`.
+"""Measures the cost of attestation for the scheduler of vLLM 0.33: `python -m tests.system.vllm_releases.cost [BLOCKS]`.
 
 vLLM's own block pool stores all its blocks, returns the events and evicts all blocks, with the plugin and without it, in
 processes that alternate. The figures are CPU time of the thread, medians of `RUNS` runs.
