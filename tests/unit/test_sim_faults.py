@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.sim.live import KINDS, RequestedFault, begin_faults, parse_faults
+from kvevents.sim.live import FAULT_KINDS, RequestedFault, begin_faults, parse_faults
 from kvevents.sim.settings import LiveTimers
 from kvevents.sim.simulated_fleet import Timeline
 
@@ -31,8 +31,8 @@ def test_every_kind_of_fault_is_parsed() -> None:
         RequestedFault("cut", 7200),
         RequestedFault("stall", 7),
     ]
-    assert {fault.kind for fault in parse_faults(text)} == set(KINDS)
-    assert [fault.kind for fault in parse_faults(text) if not KINDS[fault.kind].network] == ["restart", "reset"]
+    assert {fault.kind for fault in parse_faults(text)} == set(FAULT_KINDS)
+    assert [fault.kind for fault in parse_faults(text) if not FAULT_KINDS[fault.kind].network] == ["restart", "reset"]
 
 
 @pytest.mark.parametrize("text", ["", " ", ",", " , "])
@@ -73,13 +73,13 @@ def test_an_invalid_share_raises_with_an_example(amount: str) -> None:
 def test_an_unknown_fault_raises_with_the_list_of_known_ones(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^unknown fault '") as caught:
         parse_faults(text)
-    for name, kind in KINDS.items():
+    for name, kind in FAULT_KINDS.items():
         assert f"{name}:{kind.example} ({kind.effect})" in str(caught.value)
 
 
-@given(st.sampled_from(sorted(KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))
+@given(st.sampled_from(sorted(FAULT_KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))
 def test_any_amount_is_parsed_as_written(name: str, amount: float) -> None:
-    if KINDS[name].share:
+    if FAULT_KINDS[name].share:
         read = {f"{min(amount, 100.0):.3f}%": min(amount, 100.0) / 100}
     else:
         read = {f"{amount:.3f}s": amount, f"{amount:.3f}ms": amount / 1_000, f"{amount:.3f}m": amount * 60}

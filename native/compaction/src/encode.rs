@@ -205,7 +205,7 @@ fn write_removal(hashes: &[u64], location: &Location<'_>, out: &mut Vec<u8>) {
     fields.close();
 }
 
-// --- msgpack
+// --- writing msgpack
 
 /// Writes a map event field by field, and counts the fields.
 struct Fields<'a> {

@@ -308,7 +308,7 @@ impl Connections {
         self.groups.lock().all().next().is_none()
     }
 
-    // --- the number of connections
+    // --- limits of the number of connections
 
     /// Decides on a new connection, and adds it if it is accepted.
     pub(crate) fn admit(&self, now: Instant) -> Admission {

@@ -128,7 +128,7 @@ class Bridge:
         """Time at which the reader's thread stopped reading because the queues were full, or None while it reads."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
 
-    # --- status
+    # --- status of the bridge
 
     @property
     def is_connected(self) -> bool:
@@ -154,7 +154,7 @@ class Bridge:
         """Return the trust in each followed stream; None for a stream whose trust is not known yet."""
         return {key: self.liveness.reports.get(key) for key in self._watches}
 
-    # --- run
+    # --- tasks of the bridge
 
     async def run(self, stop: asyncio.Event) -> None:
         """Write until `stop` is set. Then write the queued records for at most `STOP_SECONDS`.
@@ -486,7 +486,7 @@ class Bridge:
     def _is_lost(self, partition: PartitionWriter, key: StreamKey) -> bool:
         """Return whether the log lacks a stream whose engine this bridge reaches.
 
-        This is so if the stream has left the log, or if the log has an incarnation that no bridge follows.
+        The log lacks a stream that has left it, or a stream whose incarnation in the log no bridge follows.
         """
         if not self.liveness.is_reached(key) or not partition.builder.is_replaced(key):
             return False

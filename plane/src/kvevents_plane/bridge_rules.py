@@ -56,7 +56,7 @@ class StreamEnd:
     incarnation: int
     last_seq: int
     has_ended: bool
-    """Whether the incarnation accepts no more records."""
+    """Whether the incarnation accepts no further records."""
     agrees: bool
     """Whether the log's incarnation is known to be the incarnation that the bridge follows."""
     newest: bytes | None

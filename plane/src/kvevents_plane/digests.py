@@ -33,7 +33,7 @@ LIST_SECONDS: Final = 5.0
 
 
 class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digest of a replica's index of one partition after one page."""
+    """Digest of one partition in a replica's index, after the page at `position`."""
 
     position: int
     """Position of the last page that the digest covers."""

@@ -119,7 +119,7 @@ class EngineReader(threading.Thread):
         self._is_stopping = False
         self._check_trust_at = 0.0
 
-    # --- any thread
+    # --- methods for any thread
 
     def follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
         """Follow a stream from the end of the log."""
@@ -138,7 +138,7 @@ class EngineReader(threading.Thread):
             self.join(seconds)
         return not self.is_alive()
 
-    # --- this thread
+    # --- methods of the reader's own thread
 
     def run(self) -> None:
         """Read until `stop`."""
@@ -206,7 +206,7 @@ class EngineReader(threading.Thread):
             record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON_CHARACTERS], degraded_reasons)
             self._records.append(EngineRecord(record, self._followed[key].follow_id))
 
-    # --- commands
+    # --- commands from other threads
 
     def _follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
         key = (source.label, source.rank)

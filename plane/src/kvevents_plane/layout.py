@@ -78,7 +78,7 @@ class PartitionInfo(NamedTuple):
     leader: str | None
     """Name of the leader, empty while no leader exists, or None if the server is not in a cluster."""
     missing: int = 0
-    """Number of positions between the oldest and the newest page that have no message any more."""
+    """Number of positions, between the oldest and the newest page, whose messages no longer exist."""
     stream_fault: str = ""
     """Why the stream cannot be a partition, for example after a change by an operator; empty if it can."""
 
@@ -115,7 +115,7 @@ def _hash_of(source: str) -> int:
     return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-# --- create ------------------------------------------------------------------------------------------------------------------
+# --- creating the layout -----------------------------------------------------------------------------------------------------
 
 
 async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
@@ -238,7 +238,7 @@ def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | Non
     return None
 
 
-# --- query -------------------------------------------------------------------------------------------------------------------
+# --- reading the layout ------------------------------------------------------------------------------------------------------
 
 
 async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -> PartitionInfo:

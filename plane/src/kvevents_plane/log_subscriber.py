@@ -202,7 +202,7 @@ class LogSubscriber:
         self._complete_at: dict[int, float] = {}
         """Arrival time of the message with which a partition was first read to its end."""
 
-    # --- any thread
+    # --- methods for any thread
 
     def put(self, partition: int, messages: list[ReceivedMessage]) -> None:
         """Queue the next messages of a partition."""
@@ -409,7 +409,7 @@ class LogSubscriber:
             # A difference with a known reason is not counted, because every index of the same log has that difference.
             self.diverged += observed.add_report(delivery.seq, report)
 
-    # --- status
+    # --- status of the streams
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """Return the trust in a stream."""
@@ -509,7 +509,7 @@ class LogSubscriber:
         }
         return {key: reasons for key, reasons in reasons_by_stream.items() if reasons}
 
-    # --- the rest of a subscriber's interface
+    # --- further methods of a subscriber, for the service
 
     def add(self, source: Source, resume: Checkpoint | None = None) -> None:
         """Do nothing: the bridges determine which engines are followed."""

@@ -125,7 +125,7 @@ class PageBuilder:
         self._heartbeat: HeartbeatRecord | None = None
         self._in_flight: _PageInFlight | None = None
 
-    # --- queue
+    # --- queued records
 
     def resync(self, key: StreamKey) -> None:
         """Continue a stream at the end of the log. Drop the records that were queued before."""
@@ -209,7 +209,7 @@ class PageBuilder:
             queue.records.clear()
             queue.trust = None
 
-    # --- build a page
+    # --- building a page
 
     def build(self, now: float) -> Page | None:
         """Return the next page, or None if no record is due or a page is in flight.

@@ -61,7 +61,7 @@ class ReadFailure(NamedTuple):
     reason: str
     """`recreated`: the stream was deleted and created again. `purged`: unread pages no longer exist, after a purge or damage.
     `truncated`: pages that were read no longer exist. `rewritten`: other pages have the positions of pages that were read.
-    `disputed`: the pages that the writer of the next page had read differ from those that this reader has read."""
+    `disputed`: the writer of the next page had read other pages before it than this reader."""
     first: int = 1
     """Position of the first page at which reading can begin again."""
 
@@ -140,7 +140,7 @@ class PartitionReader:
         """Whether the next check begins without a pause after the current check."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
-        """The page after the tail, if the pages that its writer had read differ from those that this reader has read."""
+        """The page after the tail, if the writer of the page had read other pages before it than this reader."""
         self._verified: asyncio.Future[bool] | None = None
         """Whether the partition still had the tail after the current consumer was created."""
         self._is_page_missing = False
@@ -191,7 +191,7 @@ class PartitionReader:
             self._poll_requested = True
             self._interrupted.set()
 
-    # --- check
+    # --- checks of the partition
 
     async def _fetch_info(self) -> PartitionInfo:
         try:
@@ -290,7 +290,7 @@ class PartitionReader:
         if self.lag == 0:
             self.caught_up.set()
 
-    # --- poll
+    # --- polling pages
 
     async def _poll(self, writer: LocalWriter) -> ReadFailure | None:
         """Request pages of other bridges, and pass them on. Then wait for an interrupt or the next poll."""
@@ -330,7 +330,7 @@ class PartitionReader:
             self._skip_known()
         return True
 
-    # --- consume
+    # --- receiving pages from a consumer
 
     async def _consume(self) -> ReadFailure | None:
         """Read with a new consumer until the consumer must be replaced."""

@@ -120,7 +120,7 @@ class StreamState(msgspec.Struct, array_like=True):
     """Trust report of each bridge by the bridge's id. The newest report is the last one in the dict."""
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
-    """Whether the incarnation accepts no more records, because the stream had left or an invalid record was written."""
+    """Whether the incarnation accepts no further records, because the stream had left or an invalid record was written."""
     engines: dict[str, bytes] = {}
     """Maps each bridge to the digest (`engine_digest`) of the engine with which the bridge most recently joined the stream."""
 
@@ -181,7 +181,7 @@ class PartitionState:
         self.name: str | None = ""
         """Name of the newest message."""
 
-    # --- apply pages
+    # --- applying pages
 
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
         """Apply a page and return its events. Positions can skip numbers; the page's writer has read every earlier page."""
@@ -349,7 +349,7 @@ class PartitionState:
         stream.has_ended = True
         return InvalidRecord(key, reason)
 
-    # --- query
+    # --- queries of the state
 
     @property
     def tail(self) -> Tail:
@@ -379,7 +379,7 @@ class PartitionState:
         persistent = {name: last for name, last in reported.items() if name in _PERSISTENT_NAMES}
         return ResumePoint(Checkpoint(*key, stream.incarnation, stream.last_seq, (fingerprint,), True, persistent), 0)
 
-    # --- encode for snapshots
+    # --- encoding for snapshots
 
     def encode(self) -> bytes:
         """Encode the state for a snapshot."""

@@ -114,7 +114,7 @@ class PartitionWriter:
         self._sent: _SentPage | None = None
         """The page in flight, whose result is not known yet, or None if no page is in flight."""
 
-    # --- status
+    # --- status of the partition
 
     @property
     def fault(self) -> str:
@@ -151,7 +151,7 @@ class PartitionWriter:
             self.builder.reset_reason = reason
             self._wake.set()
 
-    # --- read
+    # --- reading the partition
 
     def on_connected(self) -> None:
         """Give up the requests on the previous connection, which will not be answered. Request a check of the partition.
@@ -279,7 +279,7 @@ class PartitionWriter:
     def _is_in_flight(self, name: str) -> bool:
         return self._sent is not None and self._sent.name == name
 
-    # --- write
+    # --- writing pages
 
     async def write(self) -> None:
         """Write queued records as soon as they are due."""

@@ -169,7 +169,7 @@ class Snapshots:
         self._unlisted: dict[str, float] = {}
         """Time at which this process first found each subject of an object that no entry lists."""
 
-    # --- list
+    # --- listing snapshots
 
     async def list_valid(self, partition: int) -> list[SnapshotInfo]:
         """Return the valid snapshots of a partition, the newest first."""
@@ -220,7 +220,7 @@ class Snapshots:
             return [], revision
         return (snapshot_list.snapshots if snapshot_list.version == VERSION else []), revision
 
-    # --- read
+    # --- reading snapshots
 
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
         """Return a partition's state from its newest readable snapshot, or None if no snapshot is readable.
@@ -291,7 +291,7 @@ class Snapshots:
         except DigestMismatchError as error:
             raise _damage_error(name, "its digest does not match") from error
 
-    # --- write
+    # --- writing snapshots
 
     async def save(self, body: SnapshotBody, path: Path, blocks: int, replica: str, stream_id: str) -> SnapshotInfo:
         """Write a snapshot, make it valid, and purge the pages and objects that readers no longer need.
@@ -358,7 +358,7 @@ class Snapshots:
             else:
                 await bucket.create(key, entry)
 
-    # --- delete
+    # --- deleting snapshots
 
     async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
         """Purge the pages that the older valid snapshot contains, and delete replaced snapshots. A later call retries."""

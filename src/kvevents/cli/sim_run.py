@@ -21,7 +21,7 @@ from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simu
 from kvevents.cli.values import factor, positive_int, positive_seconds
 from kvevents.diagnosis.text_format import duration, percentage, plural
 from kvevents.errors import ConfigError
-from kvevents.sim.live import KINDS, LiveFleet, parse_faults
+from kvevents.sim.live import FAULT_KINDS, LiveFleet, parse_faults
 from kvevents.sim.network import WorkerEndpoints
 from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
@@ -45,7 +45,7 @@ EXAMPLES: Final = """\
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("--policy", choices=list(POLICIES), default="prefix-aware", help="policy of the router")
-    faults = "; ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()).replace("%", "%%")
+    faults = "; ".join(f"{name}: {kind.effect}" for name, kind in FAULT_KINDS.items()).replace("%", "%%")
     text = f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}"
     parser.add_argument("--faults", default="", metavar="LIST", help=text)
     parser.add_argument("--time-scale", type=factor, default=1.0, help="simulated seconds per second")

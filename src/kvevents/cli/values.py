@@ -14,7 +14,7 @@ from kvevents.errors import ConfigError
 URL_SCHEMES: Final = ("http://", "https://")
 MAX_RANKS: Final = 1024
 """Maximum number of ranks of an engine. Without this limit a typing error would open thousands of sockets."""
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -68,7 +68,7 @@ def size(text: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
 def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: float = math.inf, noun: str = "value") -> int:

@@ -199,7 +199,7 @@ class ReservedWorkerBase(Generic[T]):
         return self.selection.url
 
 
-# --- one service
+# --- the service and its errors
 
 
 class Endpoint:
@@ -296,7 +296,7 @@ def _make_tls_context(ca_file: Path | None) -> ssl.SSLContext:
         raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason_of(error)}; expected a PEM file of certificates") from error
 
 
-# --- attempts
+# --- attempts of one call
 
 
 @dataclass(frozen=True, slots=True)

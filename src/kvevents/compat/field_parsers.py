@@ -13,7 +13,7 @@ import msgspec
 from kvevents.errors import ConfigError
 from kvevents.settings import types_in
 
-_FLAGS: Final = {
+_FLAG_VALUES: Final = {
     **dict.fromkeys(("1", "1.0", "on", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "0.0", "off", "f", "false", "n", "no"), False),
 }
@@ -42,7 +42,7 @@ def _parse_value(value: Any, kind: Any) -> Any:
     """Convert words such as `yes` to a bool, and whole floats, bools and strings of digits to an integer."""
     kinds = {*types_in(kind)}
     if bool in kinds:
-        value = _FLAGS.get(str(value).lower(), value)
+        value = _FLAG_VALUES.get(str(value).lower(), value)
     elif int in kinds and isinstance(value, bool):
         value = int(value)
     return msgspec.convert(value, kind, strict=int not in kinds)

@@ -79,7 +79,7 @@ class Indexer(Target):
         self._caveats: dict[str, str] = {}
         """For each worker whose trust state in the newest answers is not EXACT, a sentence that names the state."""
 
-    # --- following
+    # --- registration of workers
 
     def register(self, registration: EngineRegistration) -> None:
         self._instances.setdefault(registration.worker, self._first_instance + len(self._instances))

@@ -324,7 +324,7 @@ class SendRequest(_Step, frozen=True, tag="send-request"):
 
 
 class RestartPublisher(_Step, frozen=True, tag="restart-publisher"):
-    """Kill the publisher's process, and start another at the same endpoints."""
+    """Kill the publisher's process, and start a new process at the same endpoints."""
 
 
 class EndPublisher(_Step, frozen=True, tag="end-publisher"):

@@ -96,7 +96,7 @@ def _report_holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> C
     return warn("replay", f"{text}, also in further responses: these batches are lost", advice)
 
 
-# --- whether the endpoint belongs to the stream
+# --- check that the endpoint belongs to the stream
 
 
 _LOSSY_ADVICE: Final = (

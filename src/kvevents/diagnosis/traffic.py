@@ -219,7 +219,7 @@ def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
 
 
 _WAIT_ADVICE: Final = "raise --duration; if this stays, the replay endpoint belongs to another engine"
-_ADVICE: Final[dict[DegradedReason, str]] = {
+_REASON_ADVICE: Final[dict[DegradedReason, str]] = {
     DegradedReason.NO_REPLAY: "use a replay endpoint with --replay",
     DegradedReason.REPLAY_SILENT: "see replay above",
     DegradedReason.REPLAY_FOREIGN: "use this engine's replay endpoint with --replay; the current one belongs to another stream",
@@ -259,7 +259,7 @@ def check_trust(status: StreamStatus, seconds: float, unavailable_batches: int) 
         return ok("trust", text)
     if is_idle(status):
         return ok("trust", text, IDLE_ADVICE)
-    hints = [_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons]
+    hints = [_REASON_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons]
     advice = "; ".join(dict.fromkeys(hints))
     if status.trust == Trust.DEGRADED:
         return warn("trust", text, advice)

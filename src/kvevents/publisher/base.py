@@ -88,7 +88,7 @@ class NullEventPublisher(EventPublisher):
         return f"<{type(self).__name__}>"
 
 
-# --- the end of the process, and forks
+# --- exit and forks of the process
 
 open_publishers: WeakSet[EventPublisher] = WeakSet()
 """The publishers that are shut down at interpreter exit, and disabled in forked children."""
@@ -282,7 +282,7 @@ class QueuedPublisher(EventPublisher):
         self._is_asleep = False
         self._end_queue(reason)
 
-    # --- called by the publisher thread --------------------------------------------------------------------------------------
+    # --- methods that the publisher thread calls -----------------------------------------------------------------------------
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a batch arrives or the queue closes, but at most `seconds`."""

@@ -201,7 +201,7 @@ class EventServer:
             cleanup.callback(self._replay.close)
             self._replay_thread = threading.Thread(target=self._replay.run, daemon=True, name="zmq-replay")
 
-    # --- state ----------------------------------------------------------------------------------------------------------------
+    # --- state of the server --------------------------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
@@ -236,7 +236,7 @@ class EventServer:
         """Return the number of exceptions after which the server continued, by the part that raised them."""
         return self._failures.counts() | ({} if self._replay is None else self._replay.failures.counts())
 
-    # --- called by the sending thread -----------------------------------------------------------------------------------------
+    # --- methods that the sending thread calls --------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
         """Store batches for replay, then send them. If storing them fails, send them nevertheless."""
@@ -253,7 +253,7 @@ class EventServer:
             self._are_events_closed = True
             self._flush_until = self.events.close(deadline)
 
-    # --- the end --------------------------------------------------------------------------------------------------------------
+    # --- closing the server ---------------------------------------------------------------------------------------------------
 
     def stop_replies(self, deadline: float) -> None:
         """Stop accepting requests. Replies in progress may continue until `deadline` (monotonic seconds). Returns at once."""

@@ -372,7 +372,7 @@ class ReplayBuffer:
                     self._compactor.restore(payloads, is_partial=is_partial)
                     self._update_stats()
 
-    # --- state
+    # --- state of the buffer
 
     def size(self) -> tuple[int, int]:
         """Return the number of buffered batches and the number of their payload bytes."""

@@ -216,7 +216,7 @@ class ZmqEventPublisher(QueuedPublisher):
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
 
-    # --- state ---------------------------------------------------------------------------------------------------------------
+    # --- state of the publisher ----------------------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
@@ -448,7 +448,7 @@ class ZmqEventPublisher(QueuedPublisher):
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         self._last_encode_failure = f"number {seq}: {error}"
 
-    # --- the end -------------------------------------------------------------------------------------------------------------
+    # --- shutdown of the publisher -------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
         """Stop accepting batches, send queued batches, finish replies in progress, and close, all within `timeout` seconds.

@@ -69,7 +69,7 @@ class Ownership(msgspec.Struct, frozen=True):
     """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank. Several `Ownership` records can share the pieces."""
 
 
-# --- writing
+# --- writing checkpoints and snapshots
 
 
 class CheckpointWriter:
@@ -170,7 +170,7 @@ class CheckpointWriter:
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.is_partial)
 
 
-# --- restoring
+# --- restoring a relay from its journal
 
 
 class RestoredState(NamedTuple):

@@ -195,7 +195,7 @@ class Relay(Closeable):
             incarnation=incarnation,
         )
 
-    # --- status
+    # --- status of the relay
 
     @property
     def endpoint(self) -> str:
@@ -239,7 +239,7 @@ class Relay(Closeable):
             upstreams=statuses,
         )
 
-    # --- turns
+    # --- turns of the relay's loop
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Relay until `stop` returns True; `stop` is called several times a second."""
@@ -391,7 +391,7 @@ class Relay(Closeable):
             self._has_gaps = False
             self._sequencer.send_events(clear_of_all_tiers())
 
-    # --- the end
+    # --- closing the relay
 
     def close(self) -> None:
         """Write a final checkpoint, and close sockets, journal and upstreams; idempotent."""

@@ -37,7 +37,8 @@ MAX_SERIES: Final = 4_096
 METRICS_PATH: Final = "/metrics"
 _CACHE_INFO_METRIC: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
-"""Labels of `_CACHE_INFO_METRIC` that are read. Parsing all its labels takes three times as long as all other series."""
+"""Labels of `_CACHE_INFO_METRIC` that are read. Parsing all labels of this series takes three times as long as parsing all
+other series."""
 
 
 class LoadError(ExternalError):

@@ -196,7 +196,7 @@ class LoadSubscriber(Closeable):
     def __repr__(self) -> str:
         return f"<LoadSubscriber {len(self._readings)} workers>"
 
-    # --- the thread
+    # --- methods of the subscriber's thread
 
     def _run_in_thread(self, call: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # if the thread has ended, nothing needs the call

@@ -167,7 +167,7 @@ class LeastLoaded:
 
 # --- session-affinity
 
-_MASK: Final = (1 << 64) - 1
+_MASK_64_BITS: Final = (1 << 64) - 1
 _MAX_CACHED_WORKERS: Final = 16_384
 """Number of workers whose hashes are cached: four times the number that a service follows by default."""
 
@@ -235,8 +235,8 @@ def _hash_worker(worker: Worker) -> int:
 
 def _mix_bits(number: int) -> int:
     """Apply the finaliser of SplitMix64, after which each of the 64 bits depends on all other bits."""
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64_BITS
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64_BITS
     return number ^ (number >> 31)
 
 

@@ -50,7 +50,7 @@ _LABEL_PATTERN: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC_HOST_PATTERN: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Matches a host whose last label is a number. `inet_aton` and WHATWG's URL standard read such hosts as IPv4 addresses."""
 _ENDPOINT_FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
-_NO_PATTERN: Final = "no pattern of the allow-list covers"
+_UNCOVERED_TEXT: Final = "no pattern of the allow-list covers"
 
 
 class EndpointRefusedError(ServiceError):
@@ -124,7 +124,7 @@ class EndpointAllowList:
         elif not any(
             pattern.has_name(target) or (pattern.network and target.port in pattern.ports) for pattern in self._tcp_patterns
         ):
-            raise EndpointRefusedError(endpoint, f"{_NO_PATTERN} it", _make_hint(target.host, target.port))
+            raise EndpointRefusedError(endpoint, f"{_UNCOVERED_TEXT} it", _make_hint(target.host, target.port))
         return target.address is None
 
     def _check_address(self, endpoint: str, target: _TcpEndpoint, address: Address) -> None:
@@ -137,7 +137,7 @@ class EndpointAllowList:
             exact = f"add a pattern for exactly this address to `allow`: {_format_pattern(str(address), target.port)}"
             raise EndpointRefusedError(endpoint, f"{subject} is {kind}", exact)
         if not networks and not any(pattern.has_name(target) for pattern in self._tcp_patterns):
-            reason = f"{_NO_PATTERN} it" if target.address else f"{subject} {_NO_PATTERN}"
+            reason = f"{_UNCOVERED_TEXT} it" if target.address else f"{subject} {_UNCOVERED_TEXT}"
             raise EndpointRefusedError(endpoint, reason, _make_hint(str(address), target.port))
 
     def _check_path(self, endpoint: str, transport: str, location: str) -> None:
@@ -147,7 +147,7 @@ class EndpointAllowList:
             raise EndpointRefusedError(endpoint, "its transport or its path is not supported", hint)
         patterns = [pattern for kind, pattern in self._paths if kind == transport and len(pattern) == len(parts)]
         if not any(all(map(fnmatchcase, parts, pattern)) for pattern in patterns):
-            raise EndpointRefusedError(endpoint, f"{_NO_PATTERN} it", f"add a pattern for this path to `allow`: {endpoint}")
+            raise EndpointRefusedError(endpoint, f"{_UNCOVERED_TEXT} it", f"add a pattern for this path to `allow`: {endpoint}")
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------------

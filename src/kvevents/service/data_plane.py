@@ -122,7 +122,7 @@ class DataPlane:
         self.publish()
         self.refresh()
 
-    # --- from the control plane
+    # --- calls from the control plane to the data plane
 
     def publish(self) -> None:
         """Write the changes of the fleet to the routing table."""
@@ -182,7 +182,7 @@ class DataPlane:
         if self._native is not None:
             self._native.reload_tls()
 
-    # --- from the data plane
+    # --- calls from the data plane to the control plane
 
     def answer(
         self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool = False

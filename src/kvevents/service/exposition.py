@@ -61,10 +61,10 @@ def _collect(service: Service) -> Iterator[Metric]:
     ranks = [rank for member in members for rank in (member, *member.carried_members)]
     workers = [(_labels_of(rank), rank) for rank in ranks[:limit]]
     yield from _source_families(_SOURCES, sources)
-    yield from _source_families(_WORKERS, workers)
+    yield from _source_families(_WORKER_METRICS, workers)
     yield from _source_families(_STREAMS, [(labels, member.status.counters) for labels, member in sources if member.status])
     scrape = _Scrape(service, service.stats(), service.index.stats(), service.data_plane.counts())
-    yield from families("kvevents_", _SERVICE, scrape)
+    yield from families("kvevents_", _SERVICE_METRICS, scrape)
     answers = scrape.counts.answers
     ratio_text = "Fraction of a prompt's tokens that the best worker holds."
     ratios = {} if answers.depth is None else {"": answers.depth}
@@ -111,7 +111,7 @@ _SOURCES: Final[MetricTable[Member]] = {
         lambda m: samples_by_label("tier", dict.fromkeys(m.registration.stores_only, 1)),
     ),
 }
-_WORKERS: Final[MetricTable[Member]] = {
+_WORKER_METRICS: Final[MetricTable[Member]] = {
     "blocks": ("Distinct blocks that the index holds for the source.", lambda m: m.blocks),
     "orphan_blocks": ("Blocks that wait for their parent.", lambda m: m.info.orphans if m.info else 0),
     "uncertain_blocks": (
@@ -185,7 +185,7 @@ class _Scrape(NamedTuple):
     counts: DataPlaneCounts
 
 
-_SERVICE: Final[MetricTable[_Scrape]] = {
+_SERVICE_METRICS: Final[MetricTable[_Scrape]] = {
     "sources": (
         "Sources by trust state.",
         lambda s: samples_by_label("state", {name: s.stats.sources.get(name, 0) for name in STATES}),

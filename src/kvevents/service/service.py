@@ -236,7 +236,7 @@ class Service:
         except LookupError:  # No event of the worker has arrived yet.
             return ()
 
-    # --- state
+    # --- faults and state of the service
 
     def faults(self) -> dict[str, list[str]]:
         """Map each provider of discovery to sentences about its faults."""

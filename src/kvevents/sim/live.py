@@ -94,7 +94,7 @@ class AuditingFollower:
         self._checked.clear()
         self._checked.wait(POLL_SECONDS)
 
-    # --- the thread
+    # --- methods of the follower's thread
 
     def _run(self, subscriber: Subscriber[RawBatch]) -> None:
         try:
@@ -177,7 +177,7 @@ class LiveFleet:
         """Requested faults."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
-        proxied = any(KINDS[fault.kind].network for fault in requested)
+        proxied = any(FAULT_KINDS[fault.kind].network for fault in requested)
         with ExitStack() as closing:
             self.sockets = closing.enter_context(Sockets(settings, host=host, base_port=base_port, proxied=proxied))
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
@@ -337,14 +337,14 @@ class LiveFleet:
 def _check_pace(pace: float | None, requested: Sequence[RequestedFault]) -> None:
     if pace is not None and not 0 < pace < float("inf"):
         raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
-    timed = [fault.kind for fault in requested if KINDS[fault.kind].needs_time]
+    timed = [fault.kind for fault in requested if FAULT_KINDS[fault.kind].needs_time]
     if pace is None and timed:
         raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
 
 
 # --- faults
 
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,9 +385,9 @@ def parse_faults(text: str) -> list[RequestedFault]:
 
 def _parse_fault(text: str) -> RequestedFault:
     name, _, amount = text.partition(":")
-    kind = KINDS.get(name)
+    kind = FAULT_KINDS.get(name)
     if kind is None:
-        known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
+        known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in FAULT_KINDS.items())
         raise ConfigError(f"unknown fault {name!r}: expected {known}")
     parsed = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%|ms|s|m|h)", amount)
     number = float(parsed[1]) if parsed is not None and (parsed[2] == "%") == kind.share else -1.0
@@ -395,13 +395,13 @@ def _parse_fault(text: str) -> RequestedFault:
         raise ConfigError(f"invalid fault '{text}': expected a share from 0% to 100%, for example {name}:1%")
     if not kind.share and number <= 0:
         raise ConfigError(f"invalid fault '{text}': expected a duration above 0, for example {name}:60s")
-    return RequestedFault(name, number / 100 if parsed is None or kind.share else number * _UNITS[parsed[2]])
+    return RequestedFault(name, number / 100 if parsed is None or kind.share else number * _DURATION_UNITS[parsed[2]])
 
 
 def begin_faults(fleet: LiveFleet) -> None:
     """Inject the fleet's faults from now on. The fleet's seed selects the engines."""
     for number, fault in enumerate(fleet.requested):
-        kind = KINDS[fault.kind]
+        kind = FAULT_KINDS[fault.kind]
         if kind.lasting is not None:
             for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
                 kind.lasting(live, fault.amount, fleet.settings.seed + place)
@@ -467,7 +467,7 @@ def _stall(fleet: LiveFleet, worker: Worker) -> bool:
     return True
 
 
-KINDS: Final = {
+FAULT_KINDS: Final = {
     "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", inject=_restart, network=False),
     "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", inject=_reset, network=False),
     "drop": FaultKind(

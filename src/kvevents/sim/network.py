@@ -126,7 +126,7 @@ class Sockets:
         counts = self.proxies[worker][0].counts.down
         return counts.messages == self._published[worker] and counts.dropped_tail > 0
 
-    # --- the end
+    # --- closing the network
 
     def __enter__(self) -> Self:
         return self

@@ -196,7 +196,7 @@ class SimulatedEngine:
         step.events = self.cache.take_events()
         return step
 
-    # --- decoding
+    # --- decoding of answers
 
     def _schedule_decoding(self, work: _StepWork) -> None:
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
@@ -254,7 +254,7 @@ class SimulatedEngine:
         del self._decoding[job]
         self._context -= number + job.ahead
 
-    # --- prefill
+    # --- prefill of prompts
 
     def _schedule_chunks(self, work: _StepWork) -> None:
         """Schedule the next chunks of prompts whose prefill began in earlier steps."""

@@ -37,7 +37,7 @@ class StreamCounters(Struct):
     compacted: int = 0
     """Number of batches that were not delivered because a snapshot represents them; they do not count as lost."""
     gaps_repaired: int = 0
-    """Number of times that replay began to fill a gap after a live batch, such as a loss or the time between two connections.
+    """Number of gaps that replay began to fill: batches that were lost after a live batch, or between two connections.
     The history before the first live batch does not count. A gap that replay fills only in part also counts in `gaps`."""
     resets: int = 0
     reconnects: int = 0

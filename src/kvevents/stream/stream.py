@@ -67,7 +67,7 @@ class Stream:
             self._apply(next_input[0], *next_input[1:])
         return next_input is not None
 
-    # --- observe --------------------------------------------------------------------------------------------------------
+    # --- state for observers --------------------------------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
@@ -146,7 +146,7 @@ class Stream:
         """Return the position for a checkpoint of a consumer that has taken all deliveries."""
         return self._deliverer.position(has_replayed=self._answers.has_replayed)
 
-    # --- take -----------------------------------------------------------------------------------------------------------
+    # --- results to take after each input -------------------------------------------------------------------------------
 
     def deliveries(self) -> list[RawDelivery]:
         """Return the deliveries since the last call, in order."""
@@ -187,7 +187,7 @@ class Stream:
             return None
         return max(self._live_at, monitor.replayed_at) + monitor.max_silence
 
-    # --- report ---------------------------------------------------------------------------------------------------------
+    # --- reports of the consumer ----------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
         """Process a consumer's report about a delivered batch; for a `Batch`, only comparisons and estimates are used.
@@ -217,7 +217,7 @@ class Stream:
         self._deliverer.early.clear()
         self._quarantine.remove_frames()
 
-    # --- feed: connections and time -------------------------------------------------------------------------------------
+    # --- input: connections and time ------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of an earlier process; call this before any method that feeds the stream.
@@ -287,7 +287,7 @@ class Stream:
         elif fetch.is_sent:
             self._apply_next(self._answers.expire())
 
-    # --- feed: replay ---------------------------------------------------------------------------------------------------
+    # --- input: replay --------------------------------------------------------------------------------------------------
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
         """Process the frames of one message, which can be invalid, from the replay connection."""
@@ -301,7 +301,7 @@ class Stream:
         if self._answers.fetch is not None:
             self._answers.fetch.active_at = now
 
-    # --- feed: live frames ----------------------------------------------------------------------------------------------
+    # --- input: live frames ---------------------------------------------------------------------------------------------
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
         """Process the frames of one message, which can be invalid, from the SUB socket."""

@@ -399,7 +399,7 @@ class Multiplexer:
             self._unconsumed_streams.add(entry)
             self._changed_streams[entry] = self._readable[entry] = None
 
-    # --- one run
+    # --- one run of the read loop
 
     def timeout(self, now: float) -> float | None:
         """Return the seconds until the next timer or read is due; None if nothing is due."""

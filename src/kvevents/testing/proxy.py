@@ -98,7 +98,7 @@ class FaultProxy(Closeable):
         self._thread.start()
         ready.result()
 
-    # --- state
+    # --- state of the proxy
 
     @property
     def endpoint(self) -> str:
@@ -214,7 +214,7 @@ class FaultProxy(Closeable):
 
         self._run_in_loop(apply)
 
-    # --- closing
+    # --- closing the proxy
 
     def close(self) -> None:
         """Close every connection and the listener. Idempotent; any thread may call it. Raise the exception of a `drop` rule."""
@@ -227,7 +227,7 @@ class FaultProxy(Closeable):
             failure, self._failure = self._failure, None
             raise failure
 
-    # --- the thread
+    # --- methods of the proxy's thread
 
     def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
         """Run a function in the event loop's thread. Wait until the function and the coroutine that it returns are complete."""
@@ -290,7 +290,7 @@ class FaultProxy(Closeable):
             raise EndpointError(error.errno, f"cannot listen at {self._port.endpoint}: {error.strerror}") from error
         return listener
 
-    # --- one connection
+    # --- forwarding of one connection
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= self._limits.max_connections:

@@ -118,7 +118,7 @@ class TapePlayer(Closeable):
         self._thread = threading.Thread(target=self._run, name="kvevents-tape", daemon=True)
         self._thread.start()
 
-    # --- state
+    # --- state of the player
 
     @property
     def endpoint(self) -> str:
@@ -217,7 +217,7 @@ class TapePlayer(Closeable):
         """Send these frames, which may be malformed, from the PUB socket. Subscriptions are compared with the first frame."""
         self._run_in_thread(lambda: self._sockets.send(frames))
 
-    # --- waiting
+    # --- waiting for subscribers and requests
 
     def wait_for_subscriber(self, timeout: float, count: int = 1) -> bool:
         """Wait for `count` subscriptions, which then receive every later batch. Return False if `timeout` seconds pass first.
@@ -234,7 +234,7 @@ class TapePlayer(Closeable):
         with self._sockets.condition:
             return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), timeout)
 
-    # --- closing
+    # --- closing the player
 
     def close(self) -> None:
         """Close the tape within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost."""
@@ -244,7 +244,7 @@ class TapePlayer(Closeable):
                 self._wake_writer.send(b"\0")
         self._thread.join(2 * LINGER_MS / 1000)
 
-    # --- the thread
+    # --- methods of the player's thread
 
     def _run_in_thread(self, action: Callable[[], _T]) -> _T:
         """Run `action` in the thread that owns the sockets, and return its result or raise its exception."""

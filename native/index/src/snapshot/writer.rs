@@ -230,7 +230,7 @@ impl<W: Write> SnapshotWriter<'_, W> {
         }
     }
 
-    // --- blocks
+    // --- writing blocks
 
     fn blocks(&mut self, stream: &Stream) -> io::Result<()> {
         let bound = self.index.shared_lock.read().records.bound() as usize;
@@ -383,7 +383,7 @@ impl<W: Write> SnapshotWriter<'_, W> {
         number
     }
 
-    // --- data of a stream besides its blocks
+    // --- writing data of a stream besides its blocks
 
     fn several(&mut self, stream: &Stream) -> io::Result<()> {
         for (hash, numbers) in stream.ordered() {

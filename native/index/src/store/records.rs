@@ -703,7 +703,7 @@ impl Records {
         }
     }
 
-    // --- for lookups
+    // --- functions for lookups
 
     /// Whether the memory of chunks was allocated or released after the last call of `move_to`.
     #[inline]

@@ -257,7 +257,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-// --- writing
+// --- writing values
 
 /// Appends the header of an array.
 pub fn write_array(length: usize, out: &mut Vec<u8>) {

@@ -414,7 +414,7 @@ class Snapshotter:
                     await self._write_if_due(partition, snapshots, build)
 
     def _is_missed(self, partition: int, build: IndexBuild) -> bool:
-        """Return whether another replica lacks pages of a partition that this replica has but no known snapshot contains."""
+        """Return whether another replica lacks pages of a partition, which this replica has and no known snapshot contains."""
         newest = build.newest.get(partition)
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 

@@ -69,7 +69,7 @@ class Replica:
         self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self.snapshotter: Final = Snapshotter(name, self.consistency, snapshot_seconds)
 
-    # --- status
+    # --- status of the replica
 
     @property
     def builds(self) -> int:
@@ -102,7 +102,7 @@ class Replica:
         if self.build is not None:
             yield from families("kvevents_plane_", _BUILD_METRICS, self.build)
 
-    # --- lifecycle
+    # --- lifecycle of the replica
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -64,7 +64,7 @@ MAX_RANKS: Final = 1_024
 NO_LOAD: Final = "none"
 """Value of the setting `load` for engines whose load must not be read."""
 _TRANSPORTS: Final = ("tcp", "ipc")
-_PORTS: Final = {"http": 80, "https": 443}
+_URL_PORTS: Final = {"http": 80, "https": 443}
 
 
 # --- endpoints of ranks
@@ -155,7 +155,7 @@ class BaseUrl(Struct, frozen=True):
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"invalid base_url {text!r}: {error}") from error
-        if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
+        if parts.scheme not in _URL_PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(f"invalid base_url {text!r}: expected http://HOST:PORT or https://HOST:PORT")
         return cls._from_parts(parts._replace(path=parts.path.rstrip("/")), port)
 
@@ -164,7 +164,7 @@ class BaseUrl(Struct, frozen=True):
         path = parts.path
         if not (path + parts.query).isascii() or " " in path + parts.query or not (parts.hostname or "").isascii():
             raise ConfigError(f"invalid URL {parts.geturl()!r}: some of its characters must be escaped")
-        return cls(parts.scheme, parts.hostname or "", port or _PORTS.get(parts.scheme, 0), path, parts.query)
+        return cls(parts.scheme, parts.hostname or "", port or _URL_PORTS.get(parts.scheme, 0), path, parts.query)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.address}{self.path}" + (f"?{self.query}" if self.query else "")
@@ -189,7 +189,7 @@ class BaseUrl(Struct, frozen=True):
             target = self._from_parts(parts, parts.port)
         except ValueError as error:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is not a valid URL") from error
-        is_upgrade = (self.port, target.port) == (_PORTS["http"], _PORTS["https"]) and target.scheme == "https"
+        is_upgrade = (self.port, target.port) == (_URL_PORTS["http"], _URL_PORTS["https"]) and target.scheme == "https"
         is_same = target.host == self.host and (target.port == self.port or is_upgrade)
         if not (is_same or other_hosts) or target.scheme not in {self.scheme, "https"}:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: set base_url to its URL")

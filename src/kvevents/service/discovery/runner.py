@@ -29,7 +29,7 @@ SETTLE_SECONDS: Final = 0.05
 """Delay in seconds from a new finding to the report, so that the answers of a thousand engines are reported together."""
 
 
-# --- merging
+# --- merging findings
 
 
 class MergedFindings(Struct):
@@ -88,7 +88,7 @@ def _limit_fault(count: int, noun: str, limit: int) -> str:
     return f"{count} {noun} are ignored: max_sources allows {limit}"
 
 
-# --- running
+# --- running providers
 
 
 class _RunningProvider:
@@ -192,7 +192,7 @@ class ProviderRunner:
         return refused
 
 
-# --- registering
+# --- registering found engines
 
 
 class RegistrationTarget(Protocol):

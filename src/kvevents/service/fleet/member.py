@@ -105,7 +105,8 @@ class Member(Struct, eq=False):
     load: Callable[[], LoadReading | None] = lambda: None
     """Returns the newest load that the rank has reported; None if no load is read."""
     silence_of_server: Callable[[], str] = str
-    """Returns why the rank's HTTP server has stopped answering; empty if it answers, or if it has never answered."""
+    """Function that returns why the rank's HTTP server has stopped answering; empty if it answers, or if it has never
+    answered."""
     why_unreachable: str = ""
     """Why the rank gets no requests even if its stream is connected; empty if it gets requests."""
     evicted_before: int = 0

@@ -258,13 +258,13 @@ class TieredAnswer(Struct, frozen=True, kw_only=True):
     tiered: TieredMatch
 
 
-_PROMPT: Final = [
+_PROMPT_RULES: Final = [
     {"required": ["token_ids"], "properties": {"token_ids": {"type": "array"}}},
     {"required": ["isl_tokens"], "properties": {"isl_tokens": {"type": "integer"}}},
 ]
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
-    PromptRequest: {"anyOf": _PROMPT},
-    SelectWorkerRequest: {"anyOf": _PROMPT},
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # `/select` stored the prompt.
+    PromptRequest: {"anyOf": _PROMPT_RULES},
+    SelectWorkerRequest: {"anyOf": _PROMPT_RULES},
+    BookRequest: {"anyOf": [*_PROMPT_RULES, {"properties": {"worker_id": {"type": "null"}}}]},  # `/select` stored the prompt.
 }
 """JSON Schema rules for request bodies, beside those that follow from the types."""

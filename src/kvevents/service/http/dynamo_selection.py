@@ -515,7 +515,7 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     return answer(messages.TieredAnswer(block_size=fleet.block_size, tiered=scores), request)
 
 
-# --- readiness
+# --- readiness of the service
 
 
 def ready(service: Service, request: HttpRequest) -> Response:

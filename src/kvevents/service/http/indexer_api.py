@@ -67,7 +67,7 @@ class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True)
 
 
 _HASH_FIELDS: Final = ("block_hashes", "seq_hashes", "block_hash")
-_ONE_MODEL: Final[dict[str, Any]] = {
+_ONE_MODEL_RULE: Final[dict[str, Any]] = {
     "oneOf": [
         {
             "required": [name],
@@ -76,19 +76,19 @@ _ONE_MODEL: Final[dict[str, Any]] = {
         for name in MODEL
     ]
 }
-_ONE_KIND: Final[dict[str, Any]] = {
+_ONE_HASH_LIST_RULE: Final[dict[str, Any]] = {
     "oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in _HASH_FIELDS]
 }
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     RegisterRequest: {
         "anyOf": [
-            _ONE_MODEL | {"required": ["endpoint"], "properties": {"endpoint": {"minLength": 1}}},
+            _ONE_MODEL_RULE | {"required": ["endpoint"], "properties": {"endpoint": {"minLength": 1}}},
             {"required": ["url"], "properties": {"url": {"type": "string", "minLength": 1}}},
         ]
     },
-    UnregisterRequest: {"oneOf": [*_ONE_MODEL["oneOf"], {"not": {"anyOf": [{"required": [name]} for name in MODEL]}}]},
-    QueryRequest: _ONE_MODEL,
-    HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
+    UnregisterRequest: {"oneOf": [*_ONE_MODEL_RULE["oneOf"], {"not": {"anyOf": [{"required": [name]} for name in MODEL]}}]},
+    QueryRequest: _ONE_MODEL_RULE,
+    HashQueryRequest: {"allOf": [_ONE_MODEL_RULE, _ONE_HASH_LIST_RULE]},
 }
 """JSON Schema rules for request bodies, beside those that follow from the types."""
 

@@ -120,7 +120,7 @@ def global_view(service: Service, request: HttpRequest) -> Response:
 
 PIECE_BLOCKS: Final = 1_024
 """Maximum number of blocks in one piece of a dump. A piece is smaller than 1 MiB."""
-_DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
+_DYNAMO_TIER_NAMES: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
 async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
@@ -180,7 +180,7 @@ def _make_event(member: Member, number: int, block: Block) -> dict[str, Any]:
     data = {"stored": {"parent_hash": None, "start_position": None, "blocks": [stored_block]}}
     return {
         "worker_id": id_of(member.registration.instance),
-        "storage_tier": _DOMAINS.get(block.tier, block.tier),
+        "storage_tier": _DYNAMO_TIER_NAMES.get(block.tier, block.tier),
         "residency_domain": "worker",
         "event": {"event_id": number, "data": data, "dp_rank": member.registration.rank},
     }

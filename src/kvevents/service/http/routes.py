@@ -91,7 +91,7 @@ def _filter_parameters(**names: str) -> tuple[dict[str, Any], ...]:
 _NAME_SCHEMA: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _FILTERS: Final = _filter_parameters(instance="engine", model="model", tenant="tenant", group="routing group")
 _SCOPE_FILTERS: Final = _filter_parameters(model_name="model", tenant_id="tenant", routing_group="routing group")
-_RAW: Final = (
+_RAW_QUERY: Final = (
     _make_param("model", "for a raw body: name of the model", **_NAME_SCHEMA),
     *(
         _make_param(name, f"for a raw body: as `{name}` of `MatchRequest`", **schema)
@@ -105,12 +105,12 @@ _RAW: Final = (
 )
 _TAG_PARAMETER: Final = _make_param("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
 """The header parameter of endpoints whose responses have an entity tag."""
-_PAGE: Final = (
+_PAGE_QUERY: Final = (
     _limit_parameter(f"; default {pages.MAX_LISTED_ITEMS}"),
     _make_param("cursor", "where the page begins", type="string", pattern=pages.CURSOR_PATTERN.pattern),
     _TAG_PARAMETER,
 )
-_BLOCKS: Final = (
+_BLOCK_QUERY: Final = (
     _make_param("instance", "name of the engine instance", required=True),
     _make_param("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
     _make_param("tenant", "tenant; default: `default`"),
@@ -118,7 +118,7 @@ _BLOCKS: Final = (
     _limit_parameter(),
     _make_param("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR_PATTERN.pattern),
 )
-_EVENTS: Final = (
+_EVENT_QUERY: Final = (
     *_FILTERS,
     _make_param("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
 )
@@ -202,7 +202,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _changing("/unregister", indexer_api.unregister, body=schemas.UnregisterRequest),
     _matching("/query", indexer_api.query, body=indexer_api.QueryRequest),
     _matching("/query_by_hash", indexer_api.query_by_hash, body=indexer_api.HashQueryRequest),
-    _listing("/workers", indexer_listings.workers, answer=list[_Object], parameters=(*_SCOPE_FILTERS, *_PAGE)),
+    _listing("/workers", indexer_listings.workers, answer=list[_Object], parameters=(*_SCOPE_FILTERS, *_PAGE_QUERY)),
     _listing("/services", indexer_listings.services, answer=dict[str, list[_Object] | int], parameters=_SCOPE_FILTERS),
     _listing("/global_view", indexer_listings.global_view, answer=dict[str, list[_Object]], parameters=_SCOPE_FILTERS),
     _indexer("GET", "/dump", indexer_listings.dump, answer=dict[str, _Object]),
@@ -229,7 +229,9 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
         "GET", "/ready", selection.ready, answer=dynamo.ReadyWorkers, statuses={503: "no worker can be selected"}, pool="fleet"
     ),
     # The API of kvevents
-    _querying("/v1/match", v1.match, body=schemas.MatchRequest, answer=schemas.MatchAnswer, accepts_raw=True, parameters=_RAW),
+    _querying(
+        "/v1/match", v1.match, body=schemas.MatchRequest, answer=schemas.MatchAnswer, accepts_raw=True, parameters=_RAW_QUERY
+    ),
     _querying("/v1/match_many", v1.match_many, body=schemas.MatchManyRequest, answer=schemas.MatchManyAnswer),
     _querying("/v1/select", v1.select, body=schemas.SelectRequest, answer=schemas.Selection),
     _v1("GET", "/v1/select/explain", reservations.explain, answer=schemas.DecisionsAnswer),
@@ -237,11 +239,11 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/reservations/{id}", reservations.show, answer=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, body=schemas.ReservationUpdate, answer=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, answer=schemas.Reservation),
-    _v1("GET", "/v1/sources", v1.sources, answer=schemas.SourcesAnswer, pool="fleet", parameters=(*_FILTERS, *_PAGE)),
+    _v1("GET", "/v1/sources", v1.sources, answer=schemas.SourcesAnswer, pool="fleet", parameters=(*_FILTERS, *_PAGE_QUERY)),
     _registering("/v1/drain", v1.drain, tag="v1", body=schemas.DrainRequest, answer=schemas.DrainAnswer),
     _v1("GET", "/v1/stats", v1.stats, answer=schemas.StatsAnswer, pool="fleet"),
-    _v1("GET", "/v1/blocks", v1.blocks, answer=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
-    _v1("GET", "/v1/events", v1.events, answer=str, parameters=_EVENTS, media="text/event-stream"),
+    _v1("GET", "/v1/blocks", v1.blocks, answer=schemas.BlocksAnswer, pool="listing", parameters=_BLOCK_QUERY),
+    _v1("GET", "/v1/events", v1.events, answer=str, parameters=_EVENT_QUERY, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     _probe("/health", health, answer=schemas.HealthAnswer, statuses=_FAILED_STATUS),
     _probe("/livez", health, answer=schemas.HealthAnswer, statuses=_FAILED_STATUS),
@@ -317,8 +319,12 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ID: Final = {"type": "string", "pattern": schemas.RESERVATION_ID_PATTERN, "maxLength": schemas.MAX_RESERVATION_ID_LENGTH}
-_ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_ID)
+_RESERVATION_ID: Final = {
+    "type": "string",
+    "pattern": schemas.RESERVATION_ID_PATTERN,
+    "maxLength": schemas.MAX_RESERVATION_ID_LENGTH,
+}
+_ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_RESERVATION_ID)
 
 
 def _describe_operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
