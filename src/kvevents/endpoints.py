@@ -159,8 +159,7 @@ def connectable_endpoint(endpoint: str) -> str:
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
     """Return a message if a port of this rank is also a port of a lower rank, or if this rank's two ports are equal.
 
-    Return None if no ports are equal. All ranks run on the same host and bind both endpoints. The endpoints are those of rank
-    0.
+    Return None if no ports are equal. All ranks run on one host and bind both endpoints. The arguments are those of rank 0.
     """
     events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
     if events is None or replay is None or 0 in {events[1], replay[1]}:

@@ -78,8 +78,7 @@ class Reason(enum.StrEnum):
     )
     """Some blocks in the answer might be gone. Answers about a prompt have this reason, but sources never do."""
     STORES_ONLY = "stores-only", "no action is needed: by its configuration, the engine announces no removals from some tiers"
-    """The engine announces no removals from some tiers. The state is EXACT, but it does not apply to the tiers without
-    removals."""
+    """The engine announces no removals from some tiers. The state is EXACT, except for the tiers without removals."""
     SENDER = "sender", "see the reason: the upstream of a relay is not exact, or the engine does not announce everything"
     RANK = "rank", "compare the registered ports with the ports of the engine's ranks: the ports of two ranks are swapped"
     SHARED = "shared", "give each publisher its own topic, or its own endpoint"

@@ -70,8 +70,7 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The endpoint that the target gets: the engine's endpoint, a port where nothing listens, a host name that does not exist,
     or a port that accepts connections and sends nothing."""
     buffer_steps: Annotated[int, Meta(ge=0)] = 10_000
-    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest batch in the
-    buffer."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the buffer."""
     reply_shape: Literal["topic", "no-topic", "bare-end"] = "topic"
     """`topic`: replies have a topic (vLLM from 0.26, SGLang from 0.5.22). `no-topic`: replies have no topic. `bare-end`:
     replies have no topic, and the end marker has no sequence number."""

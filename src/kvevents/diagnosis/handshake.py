@@ -98,8 +98,7 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
     mechanism = greeting[MECHANISM_SLICE].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
         return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
-    # The peer now sends its socket type. Send no socket type, because the peer would close the connection if the two types did
-    # not fit.
+    # The peer now sends its socket type. Send no socket type: the peer would close the connection if the two types did not fit.
     writer.write(_GREETING[MECHANISM_SLICE.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""

@@ -205,8 +205,8 @@ class ReplayBuffer:
         excess = excess if excess > tolerance else 0
         stats = self._history_stats
         if stats is not None and stats.unavailable_reason is None and batches.bytes > self._settings.max_bytes:
-            # Evict more batches than necessary, so that the next eviction is later. Never evict the newest batch: replay needs
-            # its number.
+            # Evict more batches than necessary, to delay the next eviction. Never evict the newest batch: replay needs its
+            # number.
             target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
             sizes = accumulate(batches, lambda size, batch: size - len(batch[1]), initial=batches.bytes)
             excess = max(excess, min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(batches) - 1))

@@ -27,8 +27,7 @@ from kvevents.wire.dialects import DECLARED_DIALECT, Dialect, detect_dialect, di
 
 UNKNOWN_FORM: Final = ""
 MAX_SAMPLED_PAYLOADS: Final = 64
-"""Number of payloads from which the form is detected. This number suffices: half of all unsigned hashes exceed the signed
-range."""
+"""Number of payloads from which the form is detected. These suffice: half of all unsigned hashes exceed the signed range."""
 
 _DIALECTS_BY_FORM: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
@@ -291,8 +290,7 @@ class OutputSequencer:
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Remove the heartbeat from a payload and send the payload; skip a number before it if events are missing."""
         if loses_events(report):
-            # The number is skipped first: a relay that is killed between the two steps skips a second number, but hides no
-            # loss.
+            # The number is skipped first: a relay that is killed after this step skips a second number, but hides no loss.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:

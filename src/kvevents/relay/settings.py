@@ -34,8 +34,7 @@ class RelayLimits:
     close_timeout: float = 2.0
     """Maximum time for which `close` waits until consumers have received what was sent."""
     max_upstream_blocks: int = 8_000_000
-    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; engines hold fewer
-    blocks."""
+    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; engines hold fewer."""
     max_payload_bytes: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     """Maximum size of a payload that consumers accept."""
     stream: StreamLimits = DEFAULT_STREAM_LIMITS

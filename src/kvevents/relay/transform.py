@@ -135,8 +135,7 @@ class Transform:
         payloads, report = self._transform_batch(batch)
         report = replace(report, digest_matches=agrees)
         if loses_events(report):
-            # The number is skipped first: a relay that is killed between the two steps skips a second number, but hides no
-            # loss.
+            # The number is skipped first: a relay that is killed after this step skips a second number, but hides no loss.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
@@ -327,8 +326,7 @@ def redact_prompt(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
         return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
-    # The tier and the group of a clear are unknown fields. These fields stay, because without them consumers would clear more
-    # blocks.
+    # The tier and the group of a clear are unknown fields. These fields stay: without them consumers would clear more blocks.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
     return replace(event, unknown_fields=scope or None)
 

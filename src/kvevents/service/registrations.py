@@ -64,8 +64,7 @@ class Registrations(Struct, eq=False, kw_only=True):
     resume: Callable[[StreamKey], Checkpoint | None]
     """Function that returns the checkpoint from which the stream of a rank continues; None without a checkpoint."""
     report_fault: Callable[[str], None]
-    """Function that is called after each write: with the reason for a failure as a sentence, or with an empty text after a
-    success."""
+    """Function that is called after each write, with a sentence about the failure or, after a success, with an empty text."""
     were_saved: bool = False
     """Whether the file had registrations by clients (not only drained ranks) when the service started."""
     ended_leases: int = 0

@@ -159,8 +159,8 @@ class Audit:
             while stream.pending and stream.pending[0].position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        # Another thread may call `position` between these assignments. The lookup must not get the old number together with the
-        # new incarnation.
+        # Another thread may call `position` between these assignments. The lookup must not get the old number in the new
+        # incarnation.
         stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
     def _apply_batch(self, stream: _AuditedStream, batch: Batch | RawBatch) -> ApplyResult:

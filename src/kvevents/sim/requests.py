@@ -139,8 +139,7 @@ class Request:
     """Arrival time in seconds from the beginning of the run."""
     prompt: Text
     output: Text
-    """The answer, at least one token. A later prompt that repeats this prompt and its answer finds the blocks of both in the
-    cache."""
+    """The answer, at least one token. A later prompt that repeats prompt and answer finds both in the cache."""
     session: str | None = None
     """Id of a conversation or user, for policies with session affinity. A real router reads it from a header or cookie."""
     lora: str | None = None

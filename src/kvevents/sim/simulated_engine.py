@@ -68,8 +68,7 @@ class Job:
     order: int = 0
     """Number of the job's admission, from 1; the highest is preempted first. 0 while the job waits or when it is finished."""
     cached: int | None = None
-    """Number of prompt tokens that were found in the cache at the job's first admission; None before the job's first
-    admission."""
+    """Number of prompt tokens that were found in the cache at the job's first admission; None before the first admission."""
     ahead: int = 0
     """Number of computed tokens of a decoding job before a step, minus the step's number; constant, as a step computes one."""
 

@@ -263,8 +263,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
 
     Prompts are about a hundred times as long as answers, as Manus reports of its agents ("Context Engineering for AI Agents",
     manus.im/blog). A turn can start sub-agents that branch from the whole context of their parent. The parent continues when
-    its sub-agents are assumed to be done. The sub-agents' reports are then appended. All defaults except these values are
-    guesses.
+    its sub-agents are assumed to be done. The sub-agents' reports are then appended. All other defaults are guesses.
     """
 
     kinds: Positive = 4

@@ -358,7 +358,7 @@ class AnswerReader:
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            # The snapshot also represents the waiting batches with lower numbers. The waiting batches are dropped, because
+            # The snapshot also represents the waiting earlier batches. The waiting batches are dropped, because
             # batches between them are missing: delivering them would make the state wrong, and their heartbeats would show a
             # mismatch.
             deliverer.early.drop_up_to(reply.seq)

@@ -227,8 +227,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
     The application stores a checkpoint together with its state after the same deliveries; if the state can be newer, use
-    `merge_later`. A checkpoint has a few hundred bytes. An application can store a checkpoint with `encode`, or with msgspec as
-    a part of other data.
+    `merge_later`. A checkpoint has a few hundred bytes. It can be stored with `encode`, or with msgspec as a part of other
+    data.
     """
 
     source: str
@@ -244,7 +244,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verification. If there is no fingerprint, the stream begins with a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If the endpoint's buffer is empty later, the endpoint serves another
+    """Whether the replay endpoint has ever sent a batch. If its buffer is empty later, the endpoint serves another
     incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
@@ -275,8 +275,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the checkpoint for a state that was saved at an unknown time between this checkpoint and `later`.
 
         All batches after this checkpoint are delivered again; the state must skip the batches that it contains. The result has
-        the degraded reasons of both checkpoints. If the incarnations of the two checkpoints differ, all batches are delivered
-        again after a `Reset`.
+        the degraded reasons of both checkpoints. If the two incarnations differ, all batches are delivered again after a
+        `Reset`.
         """
         if later.incarnation != self.incarnation:
             return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)

@@ -63,8 +63,7 @@ class ReplayFetch(Struct):
     has_more: bool = False
     """Whether the answer had batches after its fingerprints; if so, further messages of the answer may have been lost."""
     live_before: int = -1
-    """Number of the newest live batch at the time of the request, or -1. An answer of the live publisher does not end before
-    this number."""
+    """Number of the newest live batch at the time of the request, or -1. The live publisher's answer does not end before it."""
     highest_seq: int = -1
     """The highest number of a batch in the answer."""
     highest_early_seq: int = -1

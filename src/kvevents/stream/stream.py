@@ -362,8 +362,7 @@ class Stream:
         self._record_arrival(1, now)
         self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # `_record_first_live` is called again: if the frame has begun another incarnation, the frame is the first live batch of
-        # this incarnation.
+        # Called again: if the frame has begun another incarnation, it is the first live batch of this incarnation.
         self._record_first_live(live)
 
     def _record_first_live(self, live: Live) -> None:

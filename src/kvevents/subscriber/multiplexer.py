@@ -67,8 +67,8 @@ class Connection(Protocol):
         messages of an old connection are fed before `begin_connection` is called. If a newer connection has begun,
         `end_connection` is called before its first message is fed; if not, after all messages of the old connection.
 
-        Raise `EndpointError` if the connection cannot continue. The caller then closes the connection, and opens a new
-        connection later.
+        Raise `EndpointError` if the connection cannot continue. The caller then closes the connection, and opens a new one
+        later.
         """
         ...
 

@@ -144,8 +144,7 @@ class Faults:
     """Sequence numbers without a batch: the engine assigned the number, and then could not encode the batch."""
     seed: int = 0
     buffer_steps: int = ENGINE_BUFFER_STEPS
-    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest stored batch,
-    without notice."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the buffer, without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
     """Maximum number of batches in one reply. Further batches are dropped silently, as in engines, whose ROUTER sockets queue

@@ -40,8 +40,7 @@ TRUST_UPDATE_SECONDS: Final = 0.1
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause in seconds between two refreshes. A refresh reads blocks, orphans and rejected stores of members that received
-events."""
+"""Pause in seconds between two refreshes. A refresh reads blocks, orphans and rejected stores of changed members."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes in a round, which reads each member at least one time. A refresh of all members at once would delay
 queries."""

@@ -135,8 +135,7 @@ class Follower(threading.Thread):
             began = time.monotonic()
             if deliveries:
                 self._count(deliveries)
-            # Now the index contains all deliveries of the subscriber, so tasks see the index and the subscriber in the same
-            # state.
+            # Now the index contains all deliveries of the subscriber, so tasks see index and subscriber in the same state.
             self._run_tasks()
             now = time.monotonic()
             if now >= due:
@@ -226,8 +225,8 @@ class LoadFollower:
     def watch(self, registration: Registration) -> Callable[[], str]:
         """Poll the server at which a rank takes requests. Return a function that returns why the server is silent, or "".
 
-        A rank without `url` takes requests at the server from which its load is read. In this case, polls for the load also
-        check the server.
+        A rank without `url` takes requests at the server from which its load is read. Then polls for the load also check the
+        server.
         """
         load, worker = registration.load or "", registration.key
         url = registration.url or load

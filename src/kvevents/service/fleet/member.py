@@ -76,7 +76,7 @@ class Member(Struct, eq=False):
     revision: Revision = field(default_factory=Revision)
     """The revision of the fleet, which advances if this member changes."""
     carried_members: tuple[Member, ...] = ()
-    """Further ranks whose events are in the stream of this rank. The further ranks have the trust of this rank, and are not
+    """Further ranks whose events are in the stream of this rank. Further ranks have the trust of this rank, and are not
     registered."""
     is_hidden: bool = False
     """Whether the rank has had no connection for `hide_stale_seconds`. `/query` and `/query_by_hash` then omit it."""
@@ -105,8 +105,7 @@ class Member(Struct, eq=False):
     load: Callable[[], LoadReading | None] = lambda: None
     """Returns the newest load that the rank has reported; None if no load is read."""
     silence_of_server: Callable[[], str] = str
-    """Function that returns why the rank's HTTP server has stopped answering; empty if it answers, or if it has never
-    answered."""
+    """Returns why the rank's HTTP server has stopped answering; empty if the server answers, or if it has never answered."""
     why_unreachable: str = ""
     """Why the rank gets no requests even if its stream is connected; empty if it gets requests."""
     evicted_before: int = 0

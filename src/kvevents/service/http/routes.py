@@ -319,12 +319,8 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_RESERVATION_ID: Final = {
-    "type": "string",
-    "pattern": schemas.RESERVATION_ID_PATTERN,
-    "maxLength": schemas.MAX_RESERVATION_ID_LENGTH,
-}
-_ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_RESERVATION_ID)
+_ID_RULES: Final = {"type": "string", "pattern": schemas.RESERVATION_ID_PATTERN, "maxLength": schemas.MAX_RESERVATION_ID_LENGTH}
+_ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_ID_RULES)
 
 
 def _describe_operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
