@@ -114,6 +114,14 @@ def test_only_blocks_with_full_attention_on_the_device_must_have_a_parent(event:
     assert index.worker(feed.worker).estimate in {None, "unknown-kind"}
 
 
+def test_blocks_of_a_window_alone_need_no_parent() -> None:
+    """vLLM announces no block before the window, so the engine's own hashes find the others."""
+    index = PrefixIndex()
+    feed = Feed(index)
+    feed(store([3], [3, 3], 2, 2, **WINDOW))
+    assert index.worker(feed.worker).estimate in {None, "unknown-hashing"}
+
+
 OFFLOADING: dict[str, list[KVEvent]] = {
     "computed": [store([1, 2], [1, 1, 2, 2], 2)],
     "evicted": [removal(1, 2)],

@@ -108,9 +108,14 @@ impl Stream {
 
     /// Whether the parent or the tokens of each pending block were certainly never announced. False if batches or blocks are known to be
     /// missing. Also false for an engine with several groups: if block sizes differ, vLLM hashes parts of blocks, names them as parents,
-    /// and never announces them.
+    /// and never announces them. Also false for an engine with a window alone, which names blocks before the window as parents.
     fn are_pending_certain(&self) -> bool {
-        !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
+        let has_gaps = match self.groups.all() {
+            [] => false,
+            [group] => !group.kind.is_full(),
+            _ => true,
+        };
+        !self.waiting.is_empty() && self.evidence.is_whole && !has_gaps
     }
 
     /// The estimate that `take_new_estimate` last returned.
