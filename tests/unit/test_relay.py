@@ -998,6 +998,7 @@ def test_keys_of_another_relay_are_forwarded(scenario: World) -> None:
         ({"upstreams": ()}, "at least one upstream"),
         ({"upstreams": (Source("tcp://a:1"), Source("tcp://a:1"))}, "same name and rank"),
         ({"upstreams": (Source("tcp://127.0.0.1:6557"),)}, "is the relay's own endpoint; name the engine's"),
+        ({"upstreams": (Source("tcp://localhost:6557"),)}, "is the relay's own endpoint"),
         ({"upstreams": (Source("tcp://127.0.0.1:1"),), "endpoint": "tcp://*:1"}, "is the relay's own endpoint"),
         ({"heartbeat": 0}, "heartbeat is 0"),
         ({"heartbeat": float("nan")}, "heartbeat is nan"),

@@ -97,7 +97,7 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         if len(set(names)) < len(names):
             raise ConfigError("two upstreams of a relay have the same name and rank; give them different names or ranks")
         for source in self.upstreams:
-            if source.endpoint == connectable_endpoint(self.endpoint):
+            if source.endpoint.replace("//localhost:", "//127.0.0.1:") == connectable_endpoint(self.endpoint):
                 raise ConfigError(
                     f"the upstream {source.endpoint} is the relay's own endpoint; name the engine's, or publish at another one"
                 )
