@@ -10,7 +10,7 @@ from kvevents.stream import RawBatch, Stream, inspect_events
 
 def trust_replay(stream: Stream) -> None:
     """Make a stream behave as if a live batch before all others had been compared with replay."""
-    stream._deliverer.cross_check.first_live = 0
+    stream._deliverer.cross_check.first_live_seq = 0
     stream._deliverer.cross_check.confirm(0)
 
 

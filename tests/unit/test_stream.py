@@ -2096,7 +2096,7 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_arrive(
     The live batches before the gap are of this publisher only if replay agrees with a live batch once more.
     """
     cross_check = CrossCheck()
-    cross_check.first_live = 134
+    cross_check.first_live_seq = 134
     cross_check.confirm(134)
     seen = [cross_check.is_incomplete]
     cross_check.add_replayed(
@@ -2113,7 +2113,7 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_arrive(
 def test_answers_that_do_not_repeat_each_other_are_confirmed_by_one_that_repeats_both() -> None:
     """A live batch in the newest answer confirms nothing of the earlier one."""
     cross_check = CrossCheck()
-    cross_check.first_live = 0
+    cross_check.first_live_seq = 0
     for seq in (1, 5):
         cross_check.separate_next_answer()
         cross_check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)
@@ -2134,7 +2134,7 @@ def test_no_more_answers_are_separate_than_one_request_can_repeat() -> None:
         cross_check.separate_next_answer()
         cross_check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)
     assert len(cross_check.all_unconfirmed) == MAX_FINGERPRINTS + 1
-    cross_check.first_live = 0
+    cross_check.first_live_seq = 0
     cross_check.match_digest(2 * MAX_FINGERPRINTS)
     assert not cross_check.is_incomplete
 

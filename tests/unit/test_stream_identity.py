@@ -74,7 +74,7 @@ def test_a_peer_that_changes_its_incarnation_at_any_number_is_detected(switch: i
 def test_replayed_batches_are_confirmed_only_by_later_live_ones(steps: list[tuple[str, int]]) -> None:
     """A match at a number confirms the newest answer if no batch of it is above that number, and confirms no other answer."""
     check, newest, earlier = CrossCheck(), None, list[int]()
-    check.first_live = 0
+    check.first_live_seq = 0
     for step, seq in steps:
         if step == "replayed":
             check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)

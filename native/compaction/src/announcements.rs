@@ -163,7 +163,7 @@ impl Announcements {
         meant.fold(0, |levels, known| levels | 1 << known.placement.level())
     }
 
-    /// The announcements on these levels, as bits.
+    /// The announcements on tiers of the given `levels`, as bits. Level 0 is the device.
     pub fn on_levels(&self, levels: u8) -> u64 {
         self.select(|known| levels >> known.placement.level() & 1 != 0)
     }

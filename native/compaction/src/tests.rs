@@ -175,7 +175,7 @@ fn apply_encoded(events: &[ExportedEvent], limit: usize) -> Compactor {
     for payload in writer.finish() {
         compactor.restore(&payload, &schema);
         assert_eq!(compactor.invalid_reason(), None, "{payload:02x?}");
-        scan(&payload, &schema, &mut compactor.scratch).expect("it is read");
+        scan(&payload, &schema, &mut compactor.scratch).expect("the payload is valid");
         let events = &compactor.scratch.events;
         let is_least =
             events.iter().all(|event| event.kind == Kind::Cleared) || (events.len() == 1 && events[0].hashes.length <= 1);
@@ -741,8 +741,8 @@ fn consecutive_removals_are_joined() {
         )
     };
     let (plain, joining) = (highest_limits(), highest_limits().joining());
-    let all = found(&plain, &payload).expect("it is read");
-    let joined = found(&joining, &payload).expect("it is read");
+    let all = found(&plain, &payload).expect("the payload is valid");
+    let joined = found(&joining, &payload).expect("the payload is valid");
     assert_eq!(joined.concat(), all.concat());
     assert_eq!(joined.iter().map(Vec::len).collect::<Vec<_>>(), [3, 1, 0, 2, 1, 1, 1]);
     for cut in 0..payload.len() {

@@ -18,8 +18,8 @@ pub struct Limits {
     pub orphans: usize,
     /// Maximum number of bytes of waiting blocks, since one block can have as many tokens as fit in a payload.
     pub orphan_bytes: usize,
-    /// Maximum number of placements that the current incarnations of all streams of a source may name: an engine uses a few, and its ranks
-    /// use the same.
+    /// Maximum number of placements that one source may name. The current incarnations of all of its streams count together, since the
+    /// ranks of an engine use the same few placements.
     pub places: usize,
     /// Maximum number of KV cache groups of one incarnation of a stream: a hybrid model has a few.
     pub groups: usize,

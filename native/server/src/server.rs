@@ -43,7 +43,7 @@ use kvevents_routing::Loads;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
 /// Maximum number of concurrent streams of one HTTP/2 connection.
-const MAX_STREAMS: u32 = 128;
+const MAX_HTTP2_STREAMS: u32 = 128;
 
 /// Why a server cannot start.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -324,7 +324,7 @@ where
         .timer(TokioTimer::new());
     builder
         .http2()
-        .max_concurrent_streams(MAX_STREAMS)
+        .max_concurrent_streams(MAX_HTTP2_STREAMS)
         .max_header_list_size(MAX_HEAD as u32)
         .keep_alive_interval(keep_alive)
         .keep_alive_timeout(keep_alive)

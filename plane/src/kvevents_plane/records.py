@@ -22,7 +22,7 @@ MISSED_HEARTBEATS: Final = 3
 """Number of consecutive missing heartbeats after which a bridge counts as dead."""
 CONFLICT_INTERVALS: Final = 2.0
 """If two bridges follow different engines under one name, each counts as alive for this multiple of
-`HeartbeatRecord.alive_seconds`. So a late heartbeat does not make the stream EXACT."""
+`HeartbeatRecord.alive_seconds`, so that the conflict does not seem to be over if a heartbeat of one bridge is late."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Maximum heartbeat interval that readers accept, in seconds. A bridge counts as alive for `MISSED_HEARTBEATS` intervals."""
 PAGE_HEADER: Final = "Kvevents-Page"

@@ -53,7 +53,7 @@ def block_keys(tokens: Any, block_size: int, namespace: Namespace | None = None,
 
 
 def keys_from_local_hashes(hashes: list[int]) -> list[int]:
-    """Return the rolling keys of blocks from their `local_hashes`, in order from the root: `block_keys` without tokens."""
+    """Return the rolling keys of a prompt's blocks, like `block_keys`, from their `local_hashes` instead of tokens."""
     return _native.chained(hashes)
 
 

@@ -71,8 +71,8 @@ class Transform:
     """Decodes the batches of one upstream, changes them and encodes them again.
 
     `received` is the unchanged stream of the upstream, if block keys replace tokens. `blocks` are the upstream's blocks by
-    rank, restored from a journal, if several upstreams share the stream. `write_checkpoint` is called before the first salted
-    prompt is forwarded.
+    rank, restored from a journal, if several upstreams share the stream. `write_checkpoint` is called before the first batch
+    with a salt is forwarded.
 
     An engine's attestation is compared with the blocks that were sent for the engine, unless the dialect has omitted blocks.
     Until the next clear, a resumed relay with a dialect does not know whether blocks were omitted.

@@ -140,7 +140,7 @@ class CrossCheck:
     def __init__(self) -> None:
         self.is_incomplete = True
         """Whether a delivered batch may come from a publisher or incarnation other than that of the live batches."""
-        self.first_live: int | None = None
+        self.first_live_seq: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
         """Whether any live batch of this connection was equal to the replayed batch with its number."""
@@ -162,7 +162,7 @@ class CrossCheck:
 
     def reconnect(self) -> None:
         """Begin a new connection; matches on earlier connections do not verify its publisher."""
-        self.first_live = None
+        self.first_live_seq = None
         self.has_matched = False
         self.is_incomplete = True
 
@@ -205,7 +205,7 @@ class CrossCheck:
 
     def confirm(self, seq: int) -> None:
         """Record that the replayed batch `seq` equals the live batch `seq`."""
-        if self.first_live is None or seq < self.first_live:
+        if self.first_live_seq is None or seq < self.first_live_seq:
             return
         self.has_matched = True
         if self.unconfirmed is not None and self.unconfirmed.seq <= seq:
@@ -229,7 +229,7 @@ class CrossCheck:
 
     def match_digest(self, seq: int) -> None:
         """Record that the state after live batch `seq` has the publisher's digest, which confirms all earlier answers."""
-        if self.first_live is not None and seq >= self.first_live:
+        if self.first_live_seq is not None and seq >= self.first_live_seq:
             self._earlier_unconfirmed.clear()
             self.confirm(seq)
 

@@ -334,8 +334,8 @@ class Stream:
                 self._receive(Live(deliverer.topic, seq, payload), now)
         elif count:
             self._record_arrival(count, now)
-            if deliverer.cross_check.first_live is None:
-                deliverer.cross_check.first_live = first
+            if deliverer.cross_check.first_live_seq is None:
+                deliverer.cross_check.first_live_seq = first
             deliverer.deliver_run(first, payloads)
             deliverer.order.last_live = first + count - 1
             if deliverer.cross_check.last_live is not None:
@@ -367,8 +367,8 @@ class Stream:
 
     def _record_first_live(self, live: Live) -> None:
         """Record a connection's first live batch. While disconnected do nothing: the old connection may have sent the frame."""
-        if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED_STATES:
-            self._deliverer.cross_check.first_live = live.seq
+        if self._deliverer.cross_check.first_live_seq is None and self.state not in _UNCONNECTED_STATES:
+            self._deliverer.cross_check.first_live_seq = live.seq
 
     def _record_regression(self, seq: int) -> None:
         """Record that numbers went back to `seq`. A return to 0 does not count, because it is a restart."""

@@ -44,11 +44,11 @@ class StallDetector:
         return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:
-        """Record that the application waits for deliveries, so that sockets are read from now on."""
+        """Record that the application begins to wait for deliveries: sockets are read while it waits."""
         self.is_stalled = self._clock() - self._waited_at > self._max_delay
 
     def end_wait(self) -> None:
-        """Record that the application processes deliveries, so that sockets are not read from now on."""
+        """Record that the application begins to process deliveries: no socket is read until it waits again."""
         self._waited_at = self._clock()
 
 

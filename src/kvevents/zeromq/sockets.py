@@ -258,7 +258,7 @@ KEEPALIVE_OPTIONS: Final = (30, 10, 3)
 """TCP keepalive: idle seconds, seconds between probes, number of probes. A vanished consumer is noticed within a minute. ZMTP
 heartbeats would be faster, but they need ZMTP 3.1, and a consumer may have an older version."""
 MIN_FLUSH_SECONDS: Final = 0.1
-"""Minimum number of seconds that ZeroMQ has to flush a closed socket, even after the deadline."""
+"""Minimum number of seconds for which ZeroMQ may send what a closed socket holds, even if the caller's deadline is over."""
 
 _RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
 

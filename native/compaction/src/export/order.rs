@@ -47,7 +47,7 @@ impl Twins {
 /// The order in which the blocks of replaced LoRAs are exported: first outdated blocks, then signs of the replacement, then later blocks.
 #[derive(Default)]
 pub struct Phases {
-    /// The replaced LoRAs, each with the ID of an outdated block.
+    /// Maps each replaced LoRA to a block that was stored with its former weights.
     pub loras: BTreeMap<u64, u32>,
     /// Blocks that are exported after the signs: blocks of the present weights, with their dead ancestors.
     pub later: HashSet<u32>,

@@ -85,7 +85,7 @@ pub struct Memory {
     /// The version, which is odd while a writer changes the chunk.
     version: AtomicU32,
     slots: Piece<Slots, 1>,
-    /// Rolling keys of the linked blocks in slots whose positions are multiples of `GROUP_SLOTS`.
+    /// For each slot whose number in the chunk is a multiple of `GROUP_SLOTS`: the rolling key of the slot's block, if the block is linked.
     keys: Box<[AtomicU64; CHUNK_SLOTS / GROUP_SLOTS]>,
 }
 

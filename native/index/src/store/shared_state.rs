@@ -564,7 +564,7 @@ impl SharedState {
     /// Sets the data for searches of a stream's groups.
     pub fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) {
         let former = self.view.change().use_lookup(stream, lookup);
-        drop(former); // after the change, so that readers do not wait
+        drop(former); // readers do not wait here: they only wait for the change above
     }
 
     /// Marks a block of a stream on a placement as uncertain (it might be gone) or certain.
@@ -578,7 +578,7 @@ impl SharedState {
         let is_certain = |member: &Member| member.uncertain.is_empty() && member.loras.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
             let uncertain = self.view.change().mark_all_certain(stream);
-            drop(uncertain); // after the change, so that readers do not wait
+            drop(uncertain); // readers do not wait here: they only wait for the change above
         }
     }
 

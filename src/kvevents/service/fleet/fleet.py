@@ -45,8 +45,8 @@ REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes in a round, which reads each member at least one time. A refresh of all members at once would delay
 queries."""
 MAX_IDLE_REFRESHES: Final = 64
-"""Maximum number of members without new events in one refresh. A round for more than 512 members has more refreshes than this
-number."""
+"""Maximum number of members without new events in one refresh. A round has more refreshes if it has more members than
+`REFRESHES_PER_ROUND` times this number."""
 MAX_AVERAGED_STREAMS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"

@@ -46,7 +46,7 @@ class Route(Struct, frozen=True):
     """Type of the body of a successful response."""
     status: int = 200
     statuses: Mapping[int, str] = {}
-    """Further statuses of responses with `answer`, each with its condition."""
+    """Maps each other status that can have the body `answer` to its condition."""
     accepts_raw: bool = False
     """Whether the body may be raw token ids instead: 32-bit unsigned little-endian numbers."""
     is_probe: bool = False

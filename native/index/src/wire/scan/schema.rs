@@ -49,8 +49,8 @@ const MAX_NAME_BYTES: usize = 31;
 #[derive(Clone, Debug)]
 pub(super) struct Name {
     /// The encoded key, with its header, followed by zeros.
-    wire: [u8; MAX_NAME_BYTES + 1],
-    /// Bit mask of the bytes of `wire` that are not padding.
+    encoded: [u8; MAX_NAME_BYTES + 1],
+    /// Bit mask of the bytes of `encoded` that are not padding.
     bits: [u8; MAX_NAME_BYTES + 1],
     pub length: usize,
     pub field: Field,
@@ -61,8 +61,8 @@ impl Name {
     #[inline]
     pub fn starts(&self, rest: &[u8]) -> bool {
         match rest.first_chunk() {
-            Some(start) => equals_masked(start, &self.wire, &self.bits),
-            None => rest.starts_with(&self.wire[..self.length]),
+            Some(start) => equals_masked(start, &self.encoded, &self.bits),
+            None => rest.starts_with(&self.encoded[..self.length]),
         }
     }
 }
@@ -195,12 +195,12 @@ fn key(name: &str) -> Result<Name, String> {
     if name.len() > MAX_NAME_BYTES {
         return Err(format!("the name {name} is longer than {MAX_NAME_BYTES} bytes"));
     }
-    let (mut wire, mut bits, length) = ([0; MAX_NAME_BYTES + 1], [0; MAX_NAME_BYTES + 1], name.len() + 1);
-    wire[0] = 0xA0 | name.len() as u8;
-    wire[1..length].copy_from_slice(name.as_bytes());
+    let (mut encoded, mut bits, length) = ([0; MAX_NAME_BYTES + 1], [0; MAX_NAME_BYTES + 1], name.len() + 1);
+    encoded[0] = 0xA0 | name.len() as u8;
+    encoded[1..length].copy_from_slice(name.as_bytes());
     bits[..length].fill(0xFF);
     Ok(Name {
-        wire,
+        encoded,
         bits,
         length,
         field,

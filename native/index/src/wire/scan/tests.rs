@@ -258,7 +258,7 @@ fn a_store_has_one_key_for_each_hash() {
     assert_eq!(with(("block_hashes", &[0x92, 1, 2])), Some(None));
     assert_eq!(with(("block_size", &[0])), Some(None));
     assert_eq!(with(("block_size", &[0xCF, 0, 0, 0, 1, 0, 0, 0, 0])), Some(None));
-    assert_eq!(size(&keyed[1..]), Some(None), "tokens too");
+    assert_eq!(size(&keyed[1..]), Some(None), "a store with keys but without tokens");
     assert_eq!(size(&keyed[..1]), Some(None));
 }
 
