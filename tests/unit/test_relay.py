@@ -323,6 +323,58 @@ def test_all_consumers_are_degraded_by_an_undecodable_batch_until_a_clear(scenar
 # --- trust
 
 
+FIRST_BLOCK = BlockStored([1], None, [1, 2, 3, 4], SIZE, medium="GPU", extra_keys=[("salt",)])
+ESTIMATES: dict[str, list[KVEvent]] = {
+    "pages alone": [BlockStored([hash((1, 2, 3, 4))], None, [1, 2, 3, 4], SIZE, medium="GPU")],
+    "unknown parent": [BlockStored([1], 77, [1, 2, 3, 4], SIZE, medium="GPU")],
+    "length": [BlockStored([1, 2, 3], None, [1, 2, 3, 4], SIZE, medium="GPU")],
+    "token": [BlockStored([1, 2], None, [1, 2, 3, 4, -1, 6, 7, 8], SIZE, medium="GPU")],
+    "no keys below the GPU": [FIRST_BLOCK, BlockStored([9], None, [4, 2, 3, 4], SIZE, medium="CPU")],
+}
+CHANGES: list[dict[str, Any]] = [{}, {"tokens": "hash"}, {"dialect": "vllm-0.33"}]
+
+
+@pytest.mark.parametrize("events", ESTIMATES.values(), ids=ESTIMATES)
+@pytest.mark.parametrize("settings", CHANGES, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_consumers_learn_why_answers_about_an_upstream_are_estimates(
+    tmp_path: Path, count: int, settings: dict[str, Any], events: list[KVEvent]
+) -> None:
+    """Consumers of block keys and of compacted history do not see the reason in the events. A kill does not end it."""
+    with world(tmp_path / "journal", count) as scenario:
+        scenario.begin(buffer_steps=3, **settings)
+        early = scenario.consumer()
+        scenario.upstream.publish_events(*events)
+        for is_restarted in (False, True):
+            if is_restarted:
+                scenario.turn(1)
+                scenario.kill()
+                scenario.begin(buffer_steps=3, **settings)
+            for number in range(100, 110):
+                scenario.upstream.store(number)
+            scenario.confirm()
+            late = scenario.consumer()
+            scenario.confirm()
+            assert [scenario.relay.trust().name, early.trust.name, late.trust.name] == ["DEGRADED"] * 3
+        if count > 1 and settings.get("tokens") != "hash":
+            return  # a clear of one upstream is sent as removals, which do not end estimates
+        scenario.upstream.clear()
+        scenario.upstream.publish_events(AllBlocksCleared({"medium": "*"}))
+        scenario.confirm()
+        assert [scenario.relay.trust().name, early.trust.name, late.trust.name] == ["EXACT"] * 3
+
+
+@pytest.mark.parametrize("settings", CHANGES, ids=str)
+def test_an_estimate_is_reported_again_after_a_restart_of_the_upstream(scenario: World, settings: dict[str, Any]) -> None:
+    scenario.begin(**settings)
+    consumer = scenario.consumer()
+    for _ in range(2):
+        scenario.upstream.publish_events(*ESTIMATES["length"])
+        scenario.confirm()
+        assert [scenario.relay.trust().name, consumer.trust.name] == ["DEGRADED"] * 2
+        scenario.upstream.restart()
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 50])
 def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(scenario: World, steps: int) -> None:
     """A snapshot has no trust, and the next heartbeat can be far away. So the replay buffer always holds a heartbeat."""

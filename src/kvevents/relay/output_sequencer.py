@@ -159,19 +159,23 @@ class IndexedStream:
     def __init__(self, index: PrefixIndex, name: str) -> None:
         self._index: Final = index
         self._name: Final = name
-        self._incarnation = 0
-        self._seq = 0
+        self._incarnation = self._seq = 0
+        self.estimate = ""
+        """Why matches of the stream are estimates, as in `BatchReport`."""
 
     def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply the next payloads. Return the results of those that had findings or were not applied, by position."""
         first = self._seq
         self._seq += len(payloads)
-        return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
+        applied = self._index.apply_payloads(self._name, self._incarnation, first, payloads)
+        estimates = [outcome.report.estimate for outcome in applied.values() if outcome.report is not None]
+        self.estimate = next((estimate for estimate in reversed(estimates) if estimate is not None), self.estimate)
+        return applied
 
     def reset(self) -> None:
         """Remove all blocks of the stream."""
         self._incarnation += 1
-        self._seq = 0
+        self._seq, self.estimate = 0, ""
         self._index.apply(Reset(self._name, 0, self._incarnation, "reset"))
 
     def digest(self) -> str:

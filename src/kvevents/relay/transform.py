@@ -38,17 +38,23 @@ class PassThrough:
     def __init__(self, sequencer: OutputSequencer, report: ReportFinding) -> None:
         self._sequencer: Final = sequencer
         self._report: Final = report
+        self._estimate = ""
 
     def forward(self, batches: Sequence[RawBatch]) -> None:
         """See `Transform.forward`."""
         for run in _split_at_attestations(batches):
             applied = self._sequencer.forward(0, run, [batch.payload for batch in run])
-            for at, outcome in applied.items():
-                if outcome.report is not None:
-                    self._report(run[at], outcome.report)
+            reports = [(run[at], outcome.report) for at, outcome in applied.items() if outcome.report is not None]
+            # After a restart, the journal contains an estimate that was not reported, or lacks the cause of a reported one.
+            known, self._estimate = self._estimate, self._sequencer.state.estimate
+            if self._estimate != known or any(report.cleared for _, report in reports):
+                reports.append((run[-1], BatchReport(estimate=self._estimate)))
+            for batch, report in reports:
+                self._report(batch, report)
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
         """See `Transform.retract`."""
+        self._estimate = ""
         return {None: clear_of_all_tiers()}
 
 
@@ -108,6 +114,8 @@ class Transform:
         self._omits_blocks = was_resumed and self._dialect is not None
         """Whether consumers might lack blocks of the upstream or have them in a wrong group or tier. The cause is an event
         after the newest clear that could not be decoded or that the dialect cannot express."""
+        self._estimate = ""
+        """The newest estimate that was reported."""
         self._first_rank: int | None = None
         """The first rank that a batch stated, if the dialect has no field for the rank."""
 
@@ -121,7 +129,7 @@ class Transform:
         """Forget the upstream's blocks, and return for each rank the events that remove these blocks at consumers."""
         if self._received is not None:
             self._received.reset()
-        self._omits_blocks = False
+        self._omits_blocks, self._estimate = False, ""
         if not self._is_shared:
             return {None: clear_of_all_tiers()}
         return {rank: events for rank, own in self.blocks.items() if (events := own.clear())}
@@ -133,11 +141,14 @@ class Transform:
             # In a shared stream, `_received` was restored from sent batches, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         payloads, report = self._transform_batch(batch)
-        report = replace(report, digest_matches=agrees)
         if loses_events(report):
             # The number is skipped first: a relay that is killed after this step skips a second number, but hides no loss.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
+        # Neither block keys nor compacted history show consumers why matches are estimates.
+        known, self._estimate = self._estimate, (self._received or self._sequencer.state).estimate
+        estimate = self._estimate if report.cleared or self._estimate != known else None
+        report = replace(report, digest_matches=agrees, estimate=estimate)
         if report != _NO_FINDINGS:
             self._report(batch, replace(report, attestation_matches=self._matches_attestation(report.heartbeat)))
 
