@@ -38,6 +38,11 @@ class Block:
     keyed: bool = False
     copies: Counter[Plane] = field(default_factory=Counter)
 
+    @property
+    def schemes(self) -> set[Scheme]:
+        """The schemes of prompts that can have the block. A key does not show whether it covers the next token too."""
+        return {self.scheme, (self.scheme[0], True)} if self.keyed else {self.scheme}
+
 
 @dataclass(eq=False)
 class Waiting:
@@ -201,7 +206,7 @@ class Stream:
         """Return the keys of blocks on planes of at most `level`, of one group or of all groups."""
         on: Callable[[Plane], bool] = lambda plane: plane.level <= level and group in (None, plane.group)  # noqa: E731
         there = [block for block in self.all if any(count and on(plane) for plane, count in block.copies.items())]
-        return {block.key for block in there if block.scheme == scheme}
+        return {block.key for block in there if scheme in block.schemes}
 
     def longest(self, keys: list[int], scheme: Scheme, level: int) -> int:
         """Return how many blocks of a prompt match as a prefix at `level`."""
@@ -248,7 +253,10 @@ class Oracle:
         """Return the matched tokens of each worker with a match: on the GPU, also the CPU, also a disk, on any tier."""
         answer = {}
         for worker, stream in self.streams.items():
-            found = [(prompt_keys(tokens, scheme, scope), scheme) for scheme in {block.scheme for block in stream.all}]
+            found = [
+                (prompt_keys(tokens, scheme, scope), scheme)
+                for scheme in set[Scheme]().union(*(block.schemes for block in stream.all))
+            ]
             tiers = [max((stream.longest(*pair, level) * pair[1][0] for pair in found), default=0) for level in range(4)]
             if tiers[3] and self.labels.get(worker[0]) == scope.model:
                 answer[worker] = tuple(tiers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -249,6 +250,22 @@ def test_a_block_with_a_key_needs_no_parent_but_only_a_contiguous_prefix_matches
     assert tokens_of(index, PROMPTS[0]) == len(PROMPTS[0])
     assert [index._key_of("a", 0, None, value) for value in (1, 2, 3, 4, 5)] == [*keys, None]
     assert index._key_of("absent", 0, None, 1) is None
+
+
+def test_keys_of_bigrams_match(index: PrefixIndex, feed: Feed) -> None:
+    """A relay sends keys of EAGLE's blocks, which also cover the next token; the store does not say so."""
+    prompt = list(range(1, 10))
+    keys = block_keys(prompt, 4, eagle=True)
+    feed(keyed([1, 2], keys, 4))
+    file = io.BytesIO()
+    index.snapshot(file)
+    file.seek(0)
+    restored = PrefixIndex()
+    restored.restore(file)
+    for some in (index, restored):
+        assert [tokens_of(some, tokens) for tokens in (prompt, prompt[:8], [*prompt[:8], 1], prompt[:4])] == [8, 4, 4, 0]
+        assert [worker.tokens for worker in some.match_keys(keys)] == [8]
+        assert some.worker("a").estimate is None
 
 
 def test_a_child_with_tokens_can_have_a_parent_with_a_key(index: PrefixIndex, feed: Feed) -> None:

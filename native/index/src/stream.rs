@@ -26,6 +26,7 @@ use self::tally::{CopyMarks, Tally};
 use crate::groups::Groups;
 use crate::groups::cache::GroupCache;
 use crate::groups::engine_hash::Sample;
+use crate::holders::contexts::Context;
 use crate::holders::copies::{Change, Copies, CopyTable};
 use crate::holders::holder_sets::Move;
 use crate::holders::placements::{AttestedGroup, Placement};
@@ -342,6 +343,16 @@ impl Stream {
             (first, count) = (first.or(Some(scheme.size)), count + usize::from(is_new));
         }
         count
+    }
+
+    /// Admits the scheme of a context. Keys do not show whether blocks are of bigrams (EAGLE), so prompts are looked up by both schemes.
+    pub fn admit_context(&mut self, shared: &mut SharedState, context: &Context, placement: u16) -> bool {
+        let bigrams = Scheme {
+            eagle: true,
+            ..context.scheme
+        };
+        self.admit_scheme(shared, context.scheme, placement)
+            && (!context.is_keyed() || self.admit_scheme(shared, bigrams, placement))
     }
 
     /// Records that this incarnation has blocks of a scheme on a placement. Returns false if the incarnation would have too many schemes.

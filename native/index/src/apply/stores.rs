@@ -165,7 +165,7 @@ impl Stream {
         if event.hashes.length == 0 {
             return Ok(());
         }
-        if !self.admit_scheme(writer, Scheme { size, eagle: false }, placement) {
+        if !self.admit_context(writer, &Context::keyed(size), placement) {
             return Err("too-many-block-sizes");
         }
         self.prepare_placement(writer, event.hashes.length as usize, || {});

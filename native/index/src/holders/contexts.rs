@@ -96,7 +96,7 @@ impl Known {
     /// namespace.
     #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
-        if self.keyed == 0 || scheme.eagle {
+        if self.keyed == 0 {
             return None;
         }
         self.find(&Context::keyed(scheme.size))

@@ -20,9 +20,9 @@ impl Stream {
         parent: Option<u32>,
     ) -> Option<u32> {
         let known = self.blocks;
-        let scheme = shared.contexts.get(block.context).scheme;
+        let context = *shared.contexts.get(block.context);
         let first = placements.first()?.0;
-        if !self.admit_scheme(shared, scheme, first) {
+        if !self.admit_context(shared, &context, first) {
             return None;
         }
         let PlacedBlock { number, .. } = self.place(shared, block, first, parent)?;
