@@ -535,6 +535,8 @@ def test_a_callback_that_raises_counts_as_a_sink_that_raises(transport: FakeTran
         lambda: Subscriber([5]),  # type: ignore[list-item]
         lambda: Subscriber(limits={}),  # type: ignore[call-overload]
         lambda: Subscriber(max_concurrent_replays="4"),  # type: ignore[call-overload]
+        lambda: Subscriber(sink=print),  # type: ignore[call-overload]
+        lambda: AsyncSubscriber(sink=print),  # type: ignore[call-overload]
         lambda: Source(5557),  # type: ignore[arg-type]
         lambda: Source("tcp://a:1", 5558),  # type: ignore[arg-type]
         lambda: Source("tcp://a:1", topic=b"kv"),  # type: ignore[arg-type]
@@ -544,8 +546,14 @@ def test_a_callback_that_raises_counts_as_a_sink_that_raises(transport: FakeTran
 )
 def test_wrong_types_are_errors_of_the_configuration(make: Callable[[], object]) -> None:
     """The message names the setting."""
-    with pytest.raises(ConfigError, match=r"invalid (source|limits|max_|endpoint|replay_|topic|rank|name)"):
+    with pytest.raises(ConfigError, match=r"invalid (source|limits|max_|sink|endpoint|replay_|topic|rank|name)"):
         make()
+
+
+@pytest.mark.parametrize("kind", [Subscriber, AsyncSubscriber])
+def test_an_unknown_option_names_the_class_that_was_called(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'buffer'$"):
+        kind("tcp://a:1", buffer=1)
 
 
 def test_a_subscriber_says_what_it_connects_to_and_what_it_cannot_repair(

@@ -122,8 +122,11 @@ class FrontEnd(Generic[BatchT]):
         sink: Sink | None = None,
         on_change: OnChange | None = None,
         on_found: OnFound | None = None,
+        **unknown: object,
     ) -> None:
         """Raise `ConfigError` or `EndpointError`. `Options` explains the parameters."""
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(unknown))!r}")
         self._clock = clock
         self._on_change = on_change
         self._process = os.getpid()
@@ -133,6 +136,8 @@ class FrontEnd(Generic[BatchT]):
             raise ConfigError(f"invalid limits {limits!r}: expected StreamLimits")
         if not isinstance(sources, (Source, str, Iterable)):
             raise ConfigError(f"invalid sources {sources!r}: expected a Source, an endpoint, or several of them")
+        if sink is not None and not callable(getattr(sink, "apply_many", None)):
+            raise ConfigError(f"invalid sink {sink!r}: expected an object with a method apply_many, such as a PrefixIndex")
         per_read = DECODED_MESSAGES_PER_READ if decode else MESSAGES_PER_READ
         self._multiplexer = Multiplexer(transport or ZmqTransport(), limits, max_concurrent_replays, per_read)
         self._multiplexer.on_found = on_found or self._multiplexer.on_found
