@@ -156,6 +156,13 @@ def test_an_invalid_router_command_is_rejected(template: str) -> None:
         command_router(template)
 
 
+@pytest.mark.parametrize("option", ["--router", "--publisher"])
+def test_a_command_that_cannot_be_started_ends_before_the_first_scenario(option: str) -> None:
+    ended = run("conform", option, "no-such-program {endpoints}".replace("s}", "}" if option == "--publisher" else "s}"))
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("kvevents: cannot start 'no-such-program': expected a program in PATH")
+
+
 def test_an_indexer_that_hangs_gets_a_verdict() -> None:
     """An indexer that is not running gets the same verdict."""
     with naive_indexer("hangs") as url:

@@ -22,7 +22,7 @@ import zmq
 
 from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import Forms, Macros, PublisherScenario, ScenarioEngine, block_hash
-from kvevents.conform.target import Program, TargetError, is_open
+from kvevents.conform.target import Program, TargetError, check_program, is_open
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.diagnosis.replay_sample import ReplaySample, Timeouts, send_request
 from kvevents.endpoints import complete_replay
@@ -332,4 +332,5 @@ def publisher_driver(target: str) -> PublisherDriver:
         _fill_placeholders(words, "", "", 1)
     except (ValueError, LookupError) as error:
         raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields such as {{endpoint}}") from error
+    check_program(words[0])
     return PublisherDriver(title, words)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
-from kvevents.conform.target import Driver, EngineRegistration, Program, Target, install_package, request
+from kvevents.conform.target import Driver, EngineRegistration, Program, Target, check_program, install_package, request
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
@@ -322,7 +322,8 @@ def command_router(template: str) -> Driver:
 
     The fields of the command are `{port}`, `{block_size}`, `{urls}`, `{endpoints}`, `{replays}` and `{metrics_port}`. The
     fields `{urls}`, `{endpoints}` and `{replays}` become comma-separated lists with an entry for each worker. An entry of
-    `{replays}` can be empty. Raise `ConfigError` if the command cannot be split into words or has other fields.
+    `{replays}` can be empty. Raise `ConfigError` if the command cannot be split into words or has other fields,
+    or if its program is not found.
     """
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
@@ -342,4 +343,5 @@ def command_router(template: str) -> Driver:
         command(Ports(1, 2), 16, [])
     except (ValueError, LookupError) as error:
         raise ConfigError(f"invalid router command {template!r}: {error}; expected fields like {{port}}, {{urls}}") from error
+    check_program(title)
     return RouterDriver(title, command)

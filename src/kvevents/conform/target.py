@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from kvevents.client.protocol import Call, decode_json
 from kvevents.client.sync import Client
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
 from kvevents.conform.verdict import WrongAnswer
-from kvevents.errors import ExternalError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 
@@ -273,6 +274,12 @@ class Program:
         self.kill()
         self._reserved_port.close()
         self._folder.cleanup()
+
+
+def check_program(program: str) -> None:
+    """Raise `ConfigError` if the program of a command is not found, or is not executable."""
+    if shutil.which(program) is None:
+        raise ConfigError(f"cannot start {program!r}: expected a program in PATH, or the path of an executable file")
 
 
 def install_package(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
