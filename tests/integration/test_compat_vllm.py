@@ -345,6 +345,8 @@ def test_config_is_a_dataclass() -> None:
         ({"hwm": "10"}, ("hwm", 10)),
         ({"hwm": "10.0"}, ("hwm", 10)),
         ({"hwm": 10.0}, ("hwm", 10)),
+        ({"hwm": " +1_000.00 "}, ("hwm", 1_000)),
+        ({"hwm": "007"}, ("hwm", 7)),
         ({"enable_kv_cache_events": "yes"}, ("enable_kv_cache_events", True)),
         ({"enable_kv_cache_events": 0}, ("enable_kv_cache_events", False)),
         ({"enable_kv_cache_events": 1.0}, ("enable_kv_cache_events", True)),
@@ -362,6 +364,9 @@ def test_config_converts_values_as_pydantic_does(arguments: dict[str, Any], expe
     "arguments",
     [
         {"hwm": "ten"},
+        {"hwm": "1__0"},
+        {"hwm": "1 000"},
+        {"hwm": "\N{ARABIC-INDIC DIGIT FIVE}"},
         {"hwm": 1.5},
         {"hwm": None},
         {"hwm": float("nan")},
@@ -391,6 +396,13 @@ def test_config_is_read_from_the_command_line() -> None:
     for text in ("{", "[]", '{"endpont": "x"}', '{"format": "default"}'):
         with pytest.raises(ConfigError):
             vllm.KVEventsConfig.from_cli(text)
+
+
+def test_the_factory_refuses_the_config_of_kvevents() -> None:
+    """It has settings for which vLLM's interface has no parameters."""
+    config: Any = OurConfig(enable_kv_cache_events=True)
+    with pytest.raises(ConfigError, match=r"expected a KVEventsConfig of vLLM; kvevents\.publisher\.EventPublisherFactory"):
+        vllm.EventPublisherFactory.create(config)
 
 
 # --- factory ---------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A text field accepts only a string. A number or a flag can be written in several
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -17,6 +18,7 @@ _FLAG_VALUES: Final = {
     **dict.fromkeys(("1", "1.0", "on", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "0.0", "off", "f", "false", "n", "no"), False),
 }
+_INTEGER: Final = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0+)?\s*", re.ASCII)
 _KIND_NAMES: Final = {str: "a string", int: "an integer", bool: "a boolean"}
 
 
@@ -39,12 +41,14 @@ def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any
 
 
 def _parse_value(value: Any, kind: Any) -> Any:
-    """Convert words such as `yes` to a bool, and whole floats, bools and strings of digits to an integer."""
+    """Convert words such as `yes` to a bool, and whole floats, bools and texts such as ` 1_000 ` to an integer."""
     kinds = {*types_in(kind)}
     if bool in kinds:
         value = _FLAG_VALUES.get(str(value).lower(), value)
     elif int in kinds and isinstance(value, bool):
         value = int(value)
+    elif int in kinds and isinstance(value, str) and _INTEGER.fullmatch(value):
+        value = int(value.partition(".")[0])
     return msgspec.convert(value, kind, strict=int not in kinds)
 
 

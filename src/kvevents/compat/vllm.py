@@ -229,7 +229,11 @@ class EventPublisherFactory(PublisherRegistry):
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()
-        settings = asdict(config)
+        try:
+            settings = asdict(config)
+        except TypeError as error:
+            expected = "a KVEventsConfig of vLLM; kvevents.publisher.EventPublisherFactory accepts a kvevents.KVEventsConfig"
+            raise ConfigError(f"invalid config {config!r}: expected {expected}") from error
         del settings["enable_kv_cache_events"]
         create = cls._constructor(settings.pop("publisher"))
         return create(data_parallel_rank=data_parallel_rank, **settings, **options)
