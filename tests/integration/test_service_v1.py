@@ -594,6 +594,17 @@ def test_stats_count_lookups_batches_and_blocks(service: Service, fresh: tuple[s
     assert (after["snapshot_at"], after["snapshot_fault"]) == (None, None)
 
 
+def test_stats_count_blocks_and_unique_blocks_at_the_same_time(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, _model, made = fresh
+    service.exact(name)
+    before = after = service.get("/v1/stats").json
+    made.store(prompt(19))
+    while after["unique_blocks"] == before["unique_blocks"]:
+        after = service.get("/v1/stats").json
+    assert [after[key] - before[key] for key in ("blocks", "unique_blocks")] == [4, 4]
+    assert sum(after["tiers"].values()) - sum(before["tiers"].values()) == 4
+
+
 def test_blocks_are_listed_in_pages_of_one_snapshot(service: Service, fresh: tuple[str, str, Engine]) -> None:
     """All pages show the blocks of the same moment, although blocks change meanwhile. Each block is on one page."""
     name, _model, made = fresh

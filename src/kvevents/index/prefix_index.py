@@ -145,6 +145,8 @@ class IndexStats(Counters, frozen=True):
     """Heap memory of the index in bytes."""
     unique_blocks: int
     """Number of different blocks; a block that several workers hold counts once."""
+    tiers: dict[str, int] = {}
+    """Number of blocks on each tier, as in `WorkerInfo`, of all workers together."""
     wire_rejected: dict[str, int] = {}
     """Maps each reason to the number of events and fields in payloads that could not be decoded."""
     speculated: int = 0
@@ -381,11 +383,16 @@ class PrefixIndex(_native.NativeIndex):
         totals, infos = self._totals(), self._workers()
         rejections: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
         sums: Counter[str] = Counter({name: totals.pop(name) for name in _TOTAL_COUNTERS})
+        tiers: Counter[str] = Counter()
         for info in infos:
+            tiers.update(info["tiers"])
             rejections.update(info["rejected"])
             sums.update({name: info[name] for name in (*_CURRENT_COUNTERS, *_TOTAL_COUNTERS)})
         counts = {name: sums[name] for name in (*_CURRENT_COUNTERS, *_TOTAL_COUNTERS)} | totals
-        return IndexStats(**counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected))
+        wire_rejected = dict(self._wire_rejected)
+        return IndexStats(
+            **counts, rejected=dict(rejections), workers=len(infos), tiers=dict(tiers), wire_rejected=wire_rejected
+        )
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
         """Return a worker's blocks in any order. A block occurs once for each tier and group. Raises `UnknownSourceError`."""

@@ -324,18 +324,11 @@ class Service:
         """Return the response of `/v1/stats`."""
         members = list(self.fleet.members.values())
         stats, answers = self.index.stats(), self.data_plane.counts().answers
-        tiers: Counter[str] = Counter()
-        blocks = 0
-        for info in [worker.info for worker in list(self.fleet.workers.values()) if worker.info is not None]:
-            blocks += info.blocks  # Blocks and tiers are from the same refresh, so their sums agree.
-            tiers.update(info.tiers)
         return StatsAnswer(
             version=VERSION,
             uptime_seconds=self._clock() - self._began,
-            **{name: getattr(stats, name) for name in ("workers", "unique_blocks", "orphans", "evicted")},
+            **{name: getattr(stats, name) for name in ("workers", "blocks", "unique_blocks", "tiers", "orphans", "evicted")},
             sources=dict(Counter(member.trust_status.state for member in members)),
-            blocks=blocks,
-            tiers=dict(tiers),
             index_bytes=stats.bytes,
             memory_limit=self.settings.memory_limit,
             lookups=answers.lookups,
