@@ -538,6 +538,26 @@ def test_a_wrong_setting_is_an_error_of_one_line(tmp_path: Path, text: str, mess
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('allow = ["everything"]', "allow: invalid pattern 'everything'"),
+        ('access = { tokens = [{ role = "read", token = "short" }] }', "token 1 has 5 bytes"),
+        ('state_dir = "/proc/nowhere"', "state_dir /proc/nowhere cannot be used"),
+    ],
+)
+def test_a_refused_setting_names_its_file(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "service.toml", text)
+    for arguments in ((), ("--check",)):
+        assert f"kvevents: {path}: {message}" in run("serve", "--config", path, *arguments).err
+
+
+def test_a_refused_option_is_named_instead_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "service.toml", 'state_dir = "unused"')
+    ended = run("serve", "--config", path, "--state-dir", "/proc/nowhere", "--check")
+    assert ended.err.startswith("kvevents: --state-dir: state_dir /proc/nowhere cannot be used")
+
+
 # --- permissions
 
 

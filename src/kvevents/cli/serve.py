@@ -70,11 +70,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
-    settings = read_sources(args.settings.read(args), args)
+    given = args.settings.read(args)
+    settings = read_sources(given, args)
     replica = find_plane()
     open_source = None if replica is None else replica.index_source(settings)
+    server.check(settings, args.config, given.origin)
     if args.check:
-        server.check(settings, args.config)
         Console().note(Span("these settings can be used", "good"))
         return ExitCode.OK
     configure_logging(args)

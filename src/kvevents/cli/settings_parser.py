@@ -285,8 +285,10 @@ class SettingsValues(Generic[T]):
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
-        """Return the name of the option or variable from which a value is; None for a value of the file or a default."""
-        return self._origins.get(path)
+        """Return the option, the variable or the file of a value that is not the default; both if both add to the value."""
+        file = None if self._file is None else str(self._file)
+        given = [each for each in (self._origins.get(path), file) if each is not None]
+        return " or ".join(given[: 2 if self._parser.settings[path].is_appended else 1]) or None
 
     def settings(self) -> T:
         """Return the checked settings. Raises `ConfigError`, which names the origin of the value, and `CommandLineError`."""

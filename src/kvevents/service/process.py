@@ -76,9 +76,8 @@ def serve(
     """Serve until SIGTERM or SIGINT, with the sources in `config` and in the file `sources_file`.
 
     `announce` is called with the URL of the service. `open_source` opens an index source that replaces the engines in the
-    settings. Raises `ConfigError` for settings that this machine cannot fulfil.
+    settings. `check` must have accepted the settings.
     """
-    check_settings(config, sources_file)
     _keep_heap()
     listening = _listen(config.host, config.port)
     try:
@@ -91,22 +90,26 @@ def serve(
         listening.close()
 
 
-def check(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` for settings with which `serve` would fail. Ignore whether a process has locked the state folder."""
-    check_settings(config, sources_file)
-    _listen(config.host, config.port).close()
+def check(config: ServiceSettings, sources_file: Path | None, origin: Callable[[str], str | None]) -> None:
+    """Raise `ConfigError` or `MissingDependencyError` for settings with which `serve` would fail.
 
-
-def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` or `MissingDependencyError` if `kvevents serve` cannot start with these settings."""
+    Messages contain the `origin` of a setting, such as its file. Ignore whether a process has locked the state folder.
+    """
     require_prometheus()
-    read_tokens(config.access)
-    EndpointAllowList(config.allow)
+    try:
+        path = "access.tokens"
+        read_tokens(config.access)
+        path = "allow"
+        EndpointAllowList(config.allow)
+        path = "state_dir"
+        if config.state_dir is not None:
+            _check_folder(Path(config.state_dir))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}" if (name := origin(path)) else str(error)) from error
     if config.tls is not None:
         check_tls(config.tls)
-    if config.state_dir is not None:
-        _check_folder(Path(config.state_dir))
     check_engines(config, sources_file)
+    _listen(config.host, config.port).close()
 
 
 def _check_folder(folder: Path) -> None:
