@@ -175,7 +175,11 @@ def test_a_relay_whose_engine_is_away_is_live_and_not_ready() -> None:
         (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
         (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
         (["nonsense"], 2, "invalid endpoint 'nonsense'"),
-        (["127.0.0.1:1", "127.0.0.1:1"], 2, "same name and rank"),
+        (
+            ["127.0.0.1:1", "127.0.0.1:1"],
+            2,
+            "tcp://127.0.0.1:1 and tcp://127.0.0.1:1 have the same name and rank",
+        ),
         (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 2, "has no field"),
         (["127.0.0.1:1", "--dialect", "vllm-0.1"], 2, "older than"),
         (["127.0.0.1:1", "--dialect", "trt-1"], 2, "unknown engine"),

@@ -1048,7 +1048,10 @@ def test_keys_of_another_relay_are_forwarded(scenario: World) -> None:
     ("wrong", "message"),
     [
         ({"upstreams": ()}, "at least one upstream"),
-        ({"upstreams": (Source("tcp://a:1"), Source("tcp://a:1"))}, "same name and rank"),
+        (
+            {"upstreams": (Source("tcp://a:1", name="x"), Source("tcp://b:1", name="x"))},
+            "tcp://a:1 and tcp://b:1 have the same name and rank, x",
+        ),
         ({"upstreams": (Source("tcp://127.0.0.1:6557"),)}, "is the relay's own endpoint; name the engine's"),
         ({"upstreams": (Source("tcp://localhost:6557"),)}, "is the relay's own endpoint"),
         ({"upstreams": (Source("tcp://127.0.0.1:1"),), "endpoint": "tcp://*:1"}, "is the relay's own endpoint"),

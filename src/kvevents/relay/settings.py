@@ -93,10 +93,11 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         RelayOptions.__post_init__(self)
         if not self.upstreams:
             raise ConfigError("a relay needs at least one upstream: the endpoint of an engine")
-        names = [(source.label, source.rank) for source in self.upstreams]
-        if len(set(names)) < len(names):
-            raise ConfigError("two upstreams of a relay have the same name and rank; give them different names or ranks")
-        for source in self.upstreams:
+        names = [f"{source.label} rank {source.rank}" for source in self.upstreams]
+        for number, (name, source) in enumerate(zip(names, self.upstreams, strict=True)):
+            if (first := names.index(name)) < number:
+                both = f"{self.upstreams[first].endpoint} and {source.endpoint}"
+                raise ConfigError(f"the upstreams {both} have the same name and rank, {name}; give them different ones")
             if source.endpoint.replace("//localhost:", "//127.0.0.1:") == connectable_endpoint(self.endpoint):
                 raise ConfigError(
                     f"the upstream {source.endpoint} is the relay's own endpoint; name the engine's, or publish at another one"
