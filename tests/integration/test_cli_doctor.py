@@ -168,6 +168,7 @@ def test_messages_that_are_not_batches_are_counted() -> None:
     with tape_of((b"", 0, b"x")) as tape, sending(lambda: tape.send_raw([b"only one frame"])):
         for seconds in DURATIONS:
             ended = run("doctor", tape.endpoint, "--no-replay", "--duration", seconds)
+            assert ended.err == "", "the report mentions the missing replay endpoint; the subscriber does not log it"
             if ended.code:
                 break
     assert ended.code == 1
@@ -272,10 +273,16 @@ def test_the_handshake_recognises_curve_and_unknown_hosts() -> None:
     assert perform_handshake("ipc:///no/such/socket").outcome == "refused"
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "inproc://kv"])
-def test_addresses_that_cannot_be_connected_to_fail(endpoint: str) -> None:
-    found = findings(run("doctor", endpoint, "--output=json", *DURATION))
+def test_addresses_that_cannot_be_connected_to_fail() -> None:
+    found = findings(run("doctor", "tcp://0.0.0.0:5557", "--output=json", *DURATION))
     assert found["address"]["verdict"] == "fail"
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("tail",), ("record", "a.jsonl"), ("relay",)])
+def test_an_endpoint_within_one_process_is_wrong_usage(arguments: tuple[str, ...]) -> None:
+    ended = run(arguments[0], "inproc://kv", *arguments[1:])
+    assert (ended.code, ended.out) == (2, "")
+    assert "invalid endpoint 'inproc://kv': inproc:// cannot connect two processes; expected tcp://HOST:PORT" in ended.err
 
 
 @pytest.mark.parametrize("command", ["doctor", "tail"])

@@ -124,6 +124,7 @@ def test_garbage_collection_is_off_while_rows_are_written(tmp_path: Path, monkey
         (["out"], "name recordings, followed by the directory for the tables"),
         (["--query", "what", "out"], "unknown query 'what'; expected block-lifetime, "),
         (["--query", "hit-detph", "out"], "unknown query 'hit-detph'; did you mean 'hit-depth'? expected block-lifetime, "),
+        (["--sql"], "--sql needs --query: it prints the SQL of the query NAME"),
         (["--query", "hit-depth"], "--query needs one directory with tables: kvevents export --query hit-depth out"),
         (["--query", "hit-depth", "nowhere"], "nowhere does not contain an export: workers.parquet"),
         (["missing.jsonl", "out"], "cannot read missing.jsonl"),

@@ -159,7 +159,7 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
         ),
         (["--engines", "100000"], r"100000 engines with 1 ranks each are more than \d+ workers: set fewer engines or ranks"),
         (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*has no field for tiers.*"),
-        (["--picture", "/none/a.svg"], r"cannot write /none/a.svg: expected a file in an existing folder"),
+        (["--picture", "/none/a.svg"], r"cannot write /none/a.svg: the directory /none does not exist"),
         (["--picture", "a.html"], r"cannot write a.html: expected a name that ends in .svg, .png, .pdf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -211,6 +211,15 @@ def test_a_picture_that_cannot_be_written_is_reported_after_the_table(compare: A
     assert code == ExitCode.WRONG_USAGE
     assert out
     assert "cannot write" in err
+
+
+def test_a_picture_in_a_read_only_folder_is_rejected_before_the_simulation(
+    compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out, err = compare("--picture", tmp_path / "a.svg")
+    assert (code, out) == (ExitCode.WRONG_USAGE, "")
+    assert f"cannot write {tmp_path}/a.svg: no permission" in err
 
 
 # --- processes
@@ -370,7 +379,7 @@ def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
     """The requests of a recorded vLLM run replace an existing trace file, which `sim compare` can then read."""
     trace = tmp_path / "mine.jsonl.gz"
     trace.write_bytes(b"something else")
-    with Program("sim", "convert", RECORDING, trace, "--run", RUN) as converting:
+    with Program("sim", "convert", RECORDING, trace, "--run", RUN, "--force") as converting:
         ended = converting.end()
     assert (ended.code, ended.out) == (0, "")
     found = re.search(r"wrote .*mine.jsonl.gz: (\d+) requests", ended.err)
@@ -390,10 +399,11 @@ def test_a_file_that_is_not_a_recording_is_reported(tmp_path: Path) -> None:
     trace.write_text("an old trace")
     copy.write_bytes(RECORDING.read_bytes())
     for arguments, code, message in (
-        ([tmp_path / "nothing.jsonl", trace], 2, "cannot read"),
-        ([RECORDING, trace, "--run", "no such run"], 1, "no request can be derived from"),
+        ([tmp_path / "nothing.jsonl", trace, "--force"], 2, "cannot read"),
+        ([RECORDING, trace, "--force", "--run", "no such run"], 1, "no request can be derived from"),
         ([RECORDING, tmp_path / "no" / "out.jsonl"], 2, "cannot write"),
-        ([copy, copy], 2, "copy.jsonl would replace the recording; name another file for the trace"),
+        ([RECORDING, trace], 2, "out.jsonl exists; name another file, or use --force to replace it"),
+        ([copy, copy, "--force"], 2, "copy.jsonl would replace the recording; name another file for the trace"),
     ):
         with Program("sim", "convert", *arguments) as converting:
             ended = converting.end()

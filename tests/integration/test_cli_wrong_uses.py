@@ -144,6 +144,8 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
     [
         ("tial 127.0.0.1:5557", "unknown command tial; did you mean tail?"),
         ("--verison", "unknown option --verison; did you mean --version?"),
+        ("-x", "unknown option -x"),
+        ("tail -x", "unknown option -x"),
         ("help tial", "unknown command tial; did you mean tail?"),
         ("sim compair", "unknown command compair; did you mean compare?"),
         ("top -o jsno", "argument -o/--output: invalid value 'jsno'; did you mean 'json'? expected table, wide, json, yaml"),

@@ -217,9 +217,9 @@ class CommandParser(ArgumentParser):
     def _check_options(self, words: Iterable[str]) -> None:
         known = list(self._option_string_actions)
         for word in words:
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in known:
-                self._reject("option", option, known)
+            option = re.match(r"--[^=]*|-[A-Za-z]", word)
+            if option is not None and option[0] not in known:
+                self._reject("option", option[0], known)
 
     def _reject(self, kind: str, word: str, known: Sequence[str]) -> NoReturn:
         similar = get_close_matches(word, known, 1)

@@ -6,11 +6,11 @@ deliveries of a subscriber and prints a summary at the end.
 
 from __future__ import annotations
 
-import logging
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
 
@@ -209,15 +209,13 @@ def _count_delivery(totals: Counter[str], delivery: Delivery) -> None:
         totals.update({kind: delivery.last - delivery.first + 1, "gaps": int(kind == "lost")})
 
 
-def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
-    """Return a subscriber that does not log a missing replay endpoint, because the command prints a note with advice."""
-    logger = logging.getLogger("kvevents.subscriber.front_end")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return Subscriber(sources)
-    finally:
-        logger.setLevel(level)
+@contextmanager
+def subscribe(sources: Sequence[Source]) -> Iterator[Subscriber[Batch]]:
+    """Yield a subscriber. Unlike its constructor, `add` logs no missing replay endpoint: the command prints a note instead."""
+    with Subscriber() as subscriber:
+        for source in sources:
+            subscriber.add(source)
+        yield subscriber
 
 
 class DeliveryLoop:

@@ -45,6 +45,8 @@ def run(args: Namespace) -> int:
     console = Console()
     if args.list_queries:
         return _list_queries(args, console)
+    if args.sql and args.query is None:
+        raise CommandLineError("--sql needs --query: it prints the SQL of the query NAME; --list-queries lists the queries")
     return _export(args, console) if args.query is None else _run_query(args, console)
 
 

@@ -28,8 +28,8 @@ CURVE_FLAGS: Final = {
 """Maps each CURVE setting to the name of its option, for commands with a settings file; `add_curve` uses the same names."""
 
 
-def check_writable(file: Path) -> None:
-    """Raise `UsageError` if a file cannot be written. Commands call this function before long computations."""
+def check_writable(file: Path, *, force: bool = True) -> None:
+    """Raise `UsageError` if a file cannot be written, or has content and `force` is false. Long computations begin after it."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
@@ -37,6 +37,8 @@ def check_writable(file: Path) -> None:
         raise UsageError(f"cannot write {file}: it is a directory; name a file")
     if not os.access(file if file.exists() else directory, os.W_OK):
         raise UsageError(f"cannot write {file}: no permission; name a file that this process can write")
+    if not force and file.is_file() and file.stat().st_size > 0:
+        raise UsageError(f"{file} exists; name another file, or use --force to replace it")
 
 
 # --- the engine that a command subscribes to

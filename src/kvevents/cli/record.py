@@ -14,7 +14,6 @@ from kvevents.cli.delivery_output import DeliveryLoop, subscribe
 from kvevents.cli.options import add_limits, add_source, check_writable, note_missing_endpoints, read_sources
 from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.text_format import plural
-from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
 from kvevents.wire import live_frames
@@ -45,9 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Record until a limit or a signal ends the command."""
     console = Console()
-    check_writable(args.file)
-    if _has_content(args.file) and not args.force:
-        raise UsageError(f"{args.file} exists; name another file, or use --force to replace it")
+    check_writable(args.file, force=args.force)
     with StopSignal() as stop:
         sources = read_sources(args)
         note_missing_endpoints(args, console)
@@ -116,7 +113,7 @@ class Recorder:
 
     def _write(self, frame: RecordedFrame) -> None:
         if self.writer is None:
-            if _has_content(self._path):
+            if self._path.is_file() and self._path.stat().st_size:
                 self._path.unlink()
             self.writer = RecordingWriter(self._path)
             for key, source in self._sources.items():
@@ -127,8 +124,3 @@ class Recorder:
 def run_name(source: str, rank: int, incarnation: int) -> str:
     """Return the name of a run: one incarnation of one rank, within which sequence numbers and hashes are comparable."""
     return f"{source}/{rank}/incarnation{incarnation}"
-
-
-def _has_content(path: Path) -> bool:
-    """Return whether a file exists and is not empty. Only `--force` may overwrite such a file."""
-    return path.is_file() and path.stat().st_size > 0

@@ -18,6 +18,7 @@ import msgspec
 
 from kvevents.cli.command import ExitCode
 from kvevents.cli.console import Console, Span, format_table
+from kvevents.cli.options import check_writable
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.values import positive_int
@@ -140,6 +141,7 @@ def run(args: Namespace) -> int:
     policies = list(dict.fromkeys(args.policy or POLICIES))
     if args.picture is not None:
         check_picture(args.picture)
+        check_writable(args.picture)
     requests, done = settings.count(), Counter[str]()
 
     def on_result(result: PolicyResult) -> None:

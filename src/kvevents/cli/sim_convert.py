@@ -9,6 +9,7 @@ from typing import Final
 
 from kvevents.cli.command import CommandLineError, ExitCode
 from kvevents.cli.console import Console, Span
+from kvevents.cli.options import check_writable
 from kvevents.diagnosis.text_format import plural
 from kvevents.sim.workloads import from_recording, write_trace
 
@@ -25,6 +26,7 @@ EXAMPLES: Final = """\
 def run(args: Namespace) -> int:
     """Derive the requests from a recording, and write them as a trace."""
     console = Console()
+    check_writable(args.trace, force=args.force)
     conversion = from_recording(args.recording, args.run, args.endpoint)
     if args.trace.exists() and args.recording.exists() and args.trace.samefile(args.recording):
         raise CommandLineError(f"the trace {args.trace} would replace the recording; name another file for the trace")
@@ -46,6 +48,7 @@ def run(args: Namespace) -> int:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="recording of `kvevents record`")
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="trace to write, replaced if it exists; compressed if .gz")
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="trace to write; compressed if its name ends in .gz")
+    parser.add_argument("-f", "--force", action="store_true", help="replace TRACE if it exists")
     parser.add_argument("--run", metavar="NAME", help="convert this run only (default: all)")
     parser.add_argument("--endpoint", help="convert the engine with this endpoint only (default: all)")

@@ -23,8 +23,9 @@ def endpoint(text: str) -> str:
     if "://" not in text and split_tcp(f"tcp://{text}") is not None:
         text = f"tcp://{text}"
     transport, separator, address = tcp_of(text).partition("://")
-    if not separator or not address or transport not in {"tcp", "ipc", "inproc"}:
-        raise ConfigError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+    if not separator or not address or transport not in {"tcp", "ipc"}:
+        reason = "inproc:// cannot connect two processes; " if transport == "inproc" else ""
+        raise ConfigError(f"invalid endpoint {text!r}: {reason}expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
     validate_source(text)
     return text
 

@@ -15,15 +15,13 @@ PICTURE_SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix is unknown or the folder missing."""
+    """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix is unknown."""
     try:
         import matplotlib as mpl  # noqa: F401, PLC0415 - matplotlib is optional
     except ImportError as error:
         raise MissingDependencyError("the picture of a comparison needs the package matplotlib", "sim") from error
     if path.suffix not in PICTURE_SUFFIXES:
         raise ConfigError(f"cannot write {path}: expected a name that ends in {', '.join(PICTURE_SUFFIXES)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: expected a file in an existing folder")
 
 
 def write_picture(path: Path, comparison: Comparison) -> None:
