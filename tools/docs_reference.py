@@ -20,7 +20,6 @@ from kvevents.cli.program import COMMANDS, make_parser
 from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstring
 from kvevents.client.reasons import Reason
 from kvevents.export import TABLES
-from kvevents.export.residency import UNKEYED_REASONS
 from kvevents.service.http.routes import ENDPOINTS, Route, openapi_document
 from kvevents.settings import Range, parts_of, types_in
 from kvevents.wire.dialects import Dialect, dialects
@@ -257,6 +256,17 @@ def dialect_rows() -> str:
 
 
 # --- tables of an export -----------------------------------------------------------------------------------------------------
+
+
+UNKEYED_REASONS: Final = {
+    "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
+    "no-tokens": "stored without tokens, and no resident block with a key has its hash",
+    "length-mismatch": "the numbers of hashes and tokens do not match",
+    "bad-token": "an invalid token id",
+    "parent-unknown": "its parent is not resident, according to the recording",
+    "parent-unkeyed": "its parent has no key",
+}
+"""Reasons why a block has no key, with an explanation of each."""
 
 
 def tables() -> str:

@@ -40,10 +40,10 @@ from kvevents.export import (
     find_query,
     run_query,
 )
-from kvevents.export.residency import UNKEYED_REASONS
 from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch
+from tools.docs_reference import UNKEYED_REASONS
 
 DTYPES = {"int32": "int32", "int64": "int64", "uint64": "uint64", "double": "double", "string": "string", "bool": "bool"}
 

@@ -19,7 +19,6 @@ from kvevents.conform.scenario import (
     Check,
     PublisherScenario,
     Scenario,
-    json_schema,
     payloads,
     read_scenario,
     shipped_scenarios,
@@ -31,6 +30,7 @@ from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
 
 sys.path.append(str(paths.ROOT))  # `python -m pytest` knows the checkout, `pytest` does not
 from tools.conform import results
+from tools.conform.schema import json_schema
 from tools.conform.schema import text as schema_text
 
 FOLDER: Final = files("kvevents.conform")

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from kvevents.conform.scenario import json_schema
+import msgspec
+
+from kvevents.conform.scenario import VERSION, AnyScenario
 from tools.released import CHECKOUT
 
 SCHEMA: Final[Path] = CHECKOUT / "src" / "kvevents" / "conform" / "schema.json"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a scenario."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:kvevents:conform:scenario:{VERSION}",
+        "title": f"kvevents conformance scenario, version {VERSION}",
+        **msgspec.json.schema(AnyScenario),
+    }
 
 
 def text() -> str:

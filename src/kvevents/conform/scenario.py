@@ -503,16 +503,6 @@ def shipped_scenarios() -> Iterator[AnyScenario]:
     yield from sorted(scenarios, key=lambda scenario: (order.index(scenario.group), scenario.name))
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a scenario."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:kvevents:conform:scenario:{VERSION}",
-        "title": f"kvevents conformance scenario, version {VERSION}",
-        **msgspec.json.schema(AnyScenario),
-    }
-
-
 def to_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
     """Return `scenario` with the forms and the reply shape that the scenario `release` has.
 

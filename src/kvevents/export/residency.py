@@ -15,16 +15,6 @@ from kvevents.wire.encode import scope_of
 
 I64_END: Final = 1 << 63
 
-UNKEYED_REASONS: Final = {
-    "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
-    "no-tokens": "stored without tokens, and no resident block with a key has its hash",
-    "length-mismatch": "the numbers of hashes and tokens do not match",
-    "bad-token": "an invalid token id",
-    "parent-unknown": "its parent is not resident, according to the recording",
-    "parent-unkeyed": "its parent has no key",
-}
-"""Reasons why a block has no key, with an explanation of each."""
-
 
 class ChainState(NamedTuple):
     """Properties of a block from which the same properties of its children are computed."""
