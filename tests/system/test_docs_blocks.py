@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import paths
 from cli_cases import RECORDING, run
 from doc_blocks import SHELLS, Block, CommandRunner, ShellCommand, blocks_of, commands_of, has_same_shape, list_documents
-from kvevents.cli.contexts import find_context
+from kvevents.cli.service_options import find_context
 from kvevents.sim.costs import PRESETS
 from kvevents.sim.workloads import SAMPLE
 from nats_logins import Operator

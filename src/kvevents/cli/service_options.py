@@ -1,4 +1,4 @@
-"""Options of the commands that send requests to a service, and the client that follows from these options."""
+"""Options of the commands that send requests to a service: contexts in a file, and the client that follows from the options."""
 
 from __future__ import annotations
 
@@ -8,17 +8,52 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import msgspec
+
 from kvevents.cli.command import Group
-from kvevents.cli.contexts import context_file, find_context
 from kvevents.cli.values import positive_seconds, service_url
 from kvevents.client import Client
 from kvevents.client.protocol import TOKEN_VARIABLE
 from kvevents.errors import ConfigError
+from kvevents.settings import convert, read_toml, suggestion
 
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 MAX_TOKEN_BYTES: Final = 4096
 """Maximum length of a bearer token; the service has the same limit."""
+
+
+class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A service, and the files with which clients authenticate to it and verify it."""
+
+    service: str
+    """URL of the service."""
+    token_file: str | None = None
+    tls_ca: str | None = None
+    """PEM file of the certificate authority that signed the service's certificate."""
+
+
+class _ContextFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `contexts.toml`: the name of the current context, and a table `[contexts.NAME]` for each context."""
+
+    contexts: dict[str, Context] = {}
+    current: str | None = None
+
+
+def context_file() -> Path:
+    """Return the path of the file of contexts."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get("KVEVENTS_CONTEXTS") or f"{home}/kvevents/contexts.toml").expanduser()
+
+
+def find_context(name: str | None) -> Context | None:
+    """Return the context `name`, else the context that KVEVENTS_CONTEXT or the file names, else None. Raises `ConfigError`."""
+    path = context_file()
+    contexts = convert(read_toml(path), _ContextFile, str(path)) if path.exists() else _ContextFile()
+    wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current
+    if wanted is not None and wanted not in contexts.contexts:
+        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, contexts.contexts)} {path} has no such context")
+    return None if wanted is None else contexts.contexts[wanted]
 
 
 def _reject_token(_text: str) -> NoReturn:
@@ -57,9 +92,9 @@ def make_client(args: Namespace) -> Client:
     """
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)
-    context_file, ca = (None, None) if context is None else (_parse_path(context.token_file), _parse_path(context.tls_ca))
+    token_file, ca = (None, None) if context is None else (_parse_path(context.token_file), _parse_path(context.tls_ca))
     args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
-    file = args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else context_file)
+    file = args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else token_file)
     token = _read_token(file, "--token-file" if args.token_file else "the context's token_file")
     return Client(args.service, token=token, ca_file=args.tls_ca or ca, deadline=args.timeout, retries=0)
 

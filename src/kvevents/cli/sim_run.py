@@ -95,15 +95,10 @@ def run(args: Namespace) -> int:
     if not write_record(live, args.output, console):
         print_comparison(Comparison(settings=live.settings, policies=live.policies), console)
         console.line(streams_line(live.streams, live.faults))
-    note_delay(live.behind, console)
-    return ExitCode.FAILED if report_disagreements(live.policies, console) else ExitCode.OK
-
-
-def note_delay(delay: float, console: Console) -> None:
-    """Print a note if the fleet was more than a second behind the clock (`delay`, in seconds), which makes results worse."""
-    if delay > 1.0:
-        advice = f"the fleet was up to {delay:.1f} s late; use fewer engines, or a smaller --time-scale"
+    if live.behind > 1.0:  # seconds
+        advice = f"the fleet was up to {live.behind:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
+    return ExitCode.FAILED if report_disagreements(live.policies, console) else ExitCode.OK
 
 
 def _repeat_requests(settings: SimulationSettings) -> Iterator[Request]:

@@ -130,7 +130,8 @@ class HttpConnections(AsyncCloseable):
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             cause = _cause_of(error)
             kind: HttpErrorKind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type))
-            raise HttpError(kind, _describe_error(cause)) from error
+            detail = cause.message if isinstance(cause, aiohttp.ClientResponseError) else reason_of(cause)
+            raise HttpError(kind, " ".join(detail.split())) from error
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
         async with self._session.request(method, url, allow_redirects=False, **options) as response:
@@ -177,7 +178,3 @@ def _cause_of(error: Exception) -> BaseException:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-
-
-def _describe_error(error: BaseException) -> str:
-    return " ".join(error.message.split()) if isinstance(error, aiohttp.ClientResponseError) else reason_of(error)

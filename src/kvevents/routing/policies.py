@@ -312,13 +312,14 @@ class PrefixAware:
         """Choose the lowest score; of equal scores, the candidate with fewer tokens to compute; then choose by `tie`."""
         sampled = self._sample(candidates)
         loads = [one.load for one in sampled]
+        decoding, context = self.settings.decoding_weight, self.settings.context_weight
         scores, best = self._scorer.weigh(
             prompt.length,
             [one.tokens for one in sampled],
             [one.tokens - one.uncertain for one in sampled],
             [one.tiers for one in sampled],
             [self._trust.get(one.trust, 0.0) for one in sampled],
-            [self._work_of(load) for load in loads],
+            [load.waiting_tokens + decoding * load.decoding + context * load.decoding_tokens for load in loads],
             [load.requests for load in loads],
             {place: one.inexact_tiers for place, one in enumerate(sampled) if one.inexact_tiers and one.trust == "EXACT"},
         )
@@ -334,10 +335,6 @@ class PrefixAware:
         order = self._random.sample(candidates, len(candidates))
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]
-
-    def _work_of(self, load: Load) -> float:
-        decoding = self.settings.decoding_weight * load.decoding + self.settings.context_weight * load.decoding_tokens
-        return load.waiting_tokens + decoding
 
 
 # --- names

@@ -42,11 +42,6 @@ class Scopes:
         """Return the streams of the scope's model, tenant and group, with any LoRA and salt."""
         return [key for candidate, keys in list(self._streams.items()) if candidate[:3] == scope[:3] for key in list(keys)]
 
-    @property
-    def all_scopes(self) -> set[Scope]:
-        """The scopes of all streams."""
-        return set(self._streams)
-
     def unknown_model_error(self, scope: Scope) -> NotFoundError:
         """Return the error for a model that no stream serves."""
         is_default = scope[1:3] == (DEFAULT_GROUP, DEFAULT_GROUP)

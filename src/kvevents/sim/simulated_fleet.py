@@ -260,7 +260,11 @@ class SimulatedFleet:
         if step.events:
             self._publish(worker, step.events)
         for job in step.first_token_jobs:
-            self._first_token(self._in_flight[job])
+            in_flight = self._in_flight[job]
+            in_flight.router.record_first_token(in_flight.number)
+            if in_flight.first_at is None:
+                in_flight.first_at = self.timeline.now
+                self.metrics.ttft.append(in_flight.first_at - in_flight.arrived)
         for job in step.finished:
             self._finish(self._in_flight.pop(job))
         for job in step.refused:
@@ -290,12 +294,6 @@ class SimulatedFleet:
             self.metrics.record_lookup(lookup, decision.tokens, self.settings.block_size)
 
     # --- answers
-
-    def _first_token(self, in_flight: InFlightRequest) -> None:
-        in_flight.router.record_first_token(in_flight.number)
-        if in_flight.first_at is None:
-            in_flight.first_at = self.timeline.now
-            self.metrics.ttft.append(in_flight.first_at - in_flight.arrived)
 
     def _finish(self, in_flight: InFlightRequest) -> None:
         in_flight.router.finish(in_flight.number)

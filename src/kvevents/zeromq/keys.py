@@ -188,7 +188,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     def __post_init__(self) -> None:
         if self.key_file is not None:
-            self._load_key_file(Path(self.key_file))
+            path = Path(self.key_file)
+            pair = read_pair(path)
+            for name, value in (("public_key", pair.public), ("secret_key", pair.secret)):
+                if getattr(self, name) not in {"", value}:
+                    raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); remove curve.{name}")
+                msgspec.structs.force_setattr(self, name, value)
         elif not self.public_key and not self.secret_key:
             raise ConfigError("curve needs key_file, a file made by `kvevents keys NAME`, or public_key and secret_key")
         if self.server_key is not None and z85_decode(self.server_key) is None:
@@ -202,13 +207,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 raise ConfigError(f"curve.{name} {sentence}{', or a file that exists' if name == 'server_key' else ''}")
         if self.allowed is not None and self.server_key is not None:
             raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; remove one")
-
-    def _load_key_file(self, path: Path) -> None:
-        pair = read_pair(path)
-        for name, value in (("public_key", pair.public), ("secret_key", pair.secret)):
-            if getattr(self, name) not in {"", value}:
-                raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); remove curve.{name}")
-            msgspec.structs.force_setattr(self, name, value)
 
     def _load_server_key(self, text: str) -> None:
         """Read the key from the file named `text`. If there is no such file, keep the text, which then fails the check."""
