@@ -461,6 +461,48 @@ def test_a_flood_of_requests_is_bounded(connect: Connect) -> None:
         assert connect(tape).request_and_receive(0) == [*replayed(0), END]
 
 
+def raise_lookup_error(seq: int) -> bool:
+    raise LookupError(f"number {seq}")
+
+
+def test_a_rule_that_raises_ends_the_tape() -> None:
+    """Plays in progress and `close` raise the exception, which would otherwise be lost in the thread."""
+    tape = TapePlayer(batches(2), faults=Faults(drop=raise_lookup_error))
+    with pytest.raises(LookupError, match="number 0"):
+        tape.play()
+    with pytest.raises(ClosedError) as failure:
+        tape.play()
+    assert isinstance(failure.value.__cause__, LookupError)
+    with pytest.raises(LookupError, match="number 0"):
+        tape.close()
+    tape.close()
+
+
+def test_a_rule_for_replies_that_raises_ends_the_tape(connect: Connect) -> None:
+    """Without a play in progress, `close` raises the exception."""
+    tape = TapePlayer(batches(2), faults=Faults(replay_holes=raise_lookup_error))
+    tape.play()
+    connect(tape).request_replay(0)
+    tape._thread.join(SECONDS)
+    with pytest.raises(LookupError, match="number 1"):
+        tape.close()
+
+
+@pytest.mark.parametrize("batch", [("kv", 0, b""), (b"", -1, b""), (b"", 1 << 64, b""), (b"", "0", b""), (b"", 0, "payload")])
+def test_batches_that_cannot_be_sent_are_refused(batch: tuple[bytes, int, bytes]) -> None:
+    """A batch of the wrong types or with an impossible number raises `ConfigError` when the tape is loaded."""
+    with pytest.raises(ConfigError, match="invalid batch"):
+        TapePlayer([batch])
+    with TapePlayer(batches(1)) as tape, pytest.raises(ConfigError, match="invalid batch"):
+        tape.restart([batch])
+
+
+def test_a_raw_message_without_frames_is_refused() -> None:
+    """ZeroMQ has no message without frames."""
+    with TapePlayer([]) as tape, pytest.raises(ConfigError, match="without frames"):
+        tape.send_raw([])
+
+
 @pytest.mark.parametrize(
     "settings", [{"drop": 1.5}, {"replay_holes": -0.1}, {"buffer_steps": -1}, {"replay_send_limit": -1}, {"faulty_replies": -2}]
 )

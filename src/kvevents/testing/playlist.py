@@ -28,7 +28,11 @@ class NextBatch(NamedTuple):
 
 def to_next_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
     """Return a batch from a `LiveBatch` or from a plain tuple. A tuple's batch has no time."""
-    return item if isinstance(item, LiveBatch) else LiveBatch(*item)
+    batch = item if isinstance(item, LiveBatch) else LiveBatch(*item)
+    is_typed = isinstance(batch.topic, bytes) and isinstance(batch.seq, int) and isinstance(batch.payload, bytes | bytearray)
+    if not is_typed or not 0 <= batch.seq < 1 << 64:
+        raise ConfigError(f"invalid batch {tuple(batch)!r:.200}: expected (bytes, number from 0 to 2**64 - 1, bytes)")
+    return batch
 
 
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:

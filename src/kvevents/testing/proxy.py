@@ -158,7 +158,7 @@ class FaultProxy(Closeable):
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
         """Hold every later message, in order, for `seconds` seconds or, if None, until `release`. 0 ends the delay."""
-        if seconds is not None and seconds < 0:
+        if seconds is not None and not seconds >= 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
         self._run_in_loop(lambda: self._directions[direction].set_delay(seconds))
 

@@ -77,9 +77,9 @@ class _Play:
     def is_complete(self) -> bool:
         return self.n is not None and self.published_count >= self.n
 
-    def end(self) -> None:
+    def end(self, error: Exception | None = None) -> None:
         if not self.future.done():
-            self.future.set_result(self.published_count)
+            self.future.set_result(self.published_count) if error is None else self.future.set_exception(error)
 
 
 class TapePlayer(Closeable):
@@ -93,6 +93,7 @@ class TapePlayer(Closeable):
     The first round of a tape has the recorded numbers and bytes. The next round continues the numbers; a restart resets them.
     In both cases the timestamps of the payloads move forward, because an engine never sends the same bytes again.
 
+    If a fault rule raises an exception, the tape ends. Plays in progress and `close` raise the same exception.
     Raise `EndpointError` if an address cannot be bound, `RecordingError` or `ConfigError` for a tape that cannot be played.
     """
 
@@ -115,6 +116,8 @@ class TapePlayer(Closeable):
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._failure: Exception | None = None
+        """The exception that ended the thread of the player."""
         self._thread = threading.Thread(target=self._run, name="kvevents-tape", daemon=True)
         self._thread.start()
 
@@ -214,7 +217,12 @@ class TapePlayer(Closeable):
         self._run_in_thread(lambda: self._stop(abrupt))
 
     def send_raw(self, frames: Sequence[bytes]) -> None:
-        """Send these frames, which may be malformed, from the PUB socket. Subscriptions are compared with the first frame."""
+        """Send these frames, which may be malformed, from the PUB socket. Subscriptions are compared with the first frame.
+
+        Raise `ConfigError` for a message without frames.
+        """
+        if not frames:
+            raise ConfigError("cannot send a message without frames: give at least one frame")
         self._run_in_thread(lambda: self._sockets.send(frames))
 
     # --- waiting for subscribers and requests
@@ -237,12 +245,18 @@ class TapePlayer(Closeable):
     # --- closing the player
 
     def close(self) -> None:
-        """Close the tape within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost."""
+        """Close the tape within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost.
+
+        Raise the exception that ended the tape, if a fault rule raised one.
+        """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._wake_writer.send(b"\0")
         self._thread.join(2 * LINGER_MS / 1000)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     # --- methods of the player's thread
 
@@ -251,7 +265,7 @@ class TapePlayer(Closeable):
         result: Future[_T] = Future()
         with self._lock:
             if self._is_closed:
-                raise ClosedError("the tape is closed")
+                raise ClosedError("the tape is closed") from self._failure
             self._actions.put((action, result))
             self._wake_writer.send(b"\0")
         return result.result()
@@ -260,10 +274,12 @@ class TapePlayer(Closeable):
         try:
             while not self._is_closed:
                 self._run_once()
+        except Exception as error:  # noqa: BLE001  the plays and `close` raise it
+            self._failure = error
         finally:
             with self._lock:
                 self._is_closed = True
-            self._end_plays()
+            self._end_plays(self._failure)
             self._run_actions()
             self._sockets.destroy()
             self._wake_writer.close()
@@ -332,6 +348,6 @@ class TapePlayer(Closeable):
         self._end_plays()
         self._sockets.close(0 if abrupt else LINGER_MS)
 
-    def _end_plays(self) -> None:
+    def _end_plays(self, error: Exception | None = None) -> None:
         while self._plays:
-            self._plays.popleft().end()
+            self._plays.popleft().end(error)
