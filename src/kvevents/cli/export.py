@@ -44,7 +44,11 @@ def run(args: Namespace) -> int:
     """Export recordings, list queries, or run a query."""
     console = Console()
     if args.list_queries:
-        return _list_queries(args, console)
+        width = max(map(len, queries()))
+        for query in queries().values():
+            if not write_record({"name": query.name, "question": query.question}, args.output, console):
+                console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
+        return ExitCode.OK
     if args.sql and args.query is None:
         raise CommandLineError("--sql needs --query: it prints the SQL of the query NAME; --list-queries lists the queries")
     return _export(args, console) if args.query is None else _run_query(args, console)
@@ -80,14 +84,6 @@ def _export(args: Namespace, console: Console) -> int:
 
 
 # --- queries
-
-
-def _list_queries(args: Namespace, console: Console) -> int:
-    width = max(map(len, queries()))
-    for query in queries().values():
-        if not write_record({"name": query.name, "question": query.question}, args.output, console):
-            console.line(Span(f"{query.name:<{width}}", "name"), f"  {query.question}")
-    return ExitCode.OK
 
 
 def _run_query(args: Namespace, console: Console) -> int:

@@ -96,7 +96,9 @@ exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    _escape_unencodable_characters()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # Characters that the terminal's encoding lacks would raise errors.
+            stream.reconfigure(errors="backslashreplace")
     on_error = ExitCode.FAILED
     try:
         with handling_signals():
@@ -147,13 +149,6 @@ def make_parser(commands: Sequence[Command | CommandGroup] = COMMANDS) -> Comman
 def _print_error(text: str) -> None:
     with suppress(OSError):  # stderr can be closed, or a file on a full disk.
         Console().note(Span("kvevents: ", "bad"), " ".join(text.split()))
-
-
-def _escape_unencodable_characters() -> None:
-    """Make stdout and stderr escape characters that the terminal's encoding lacks; without this, they would raise errors."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush_output() -> None:

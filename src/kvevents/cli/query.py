@@ -164,7 +164,12 @@ def run(args: Namespace) -> int:
         console.line(*head, "no worker is known to hold a prefix of them")
         sources = client.sources(deadline=None, **scope, model=model).sources
         console.note(_explain_no_match(sources, answer.prompt_tokens))
-    _print_matches(answer, console, wide=is_wide)
+    # A worker that is not EXACT can hold more than the index knows, so it is listed even if it has no match.
+    shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
+    if shown:
+        shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))
+        figures = [(f"{held.tokens:,}", percentage(held.tokens, answer.prompt_tokens)) for held in shown]
+        _print_workers(shown, ("tokens", "share"), figures, console, wide=is_wide)
     return ExitCode.OK
 
 
@@ -198,15 +203,6 @@ def _explain_no_match(sources: Sequence[schemas.SourceView], prompt: int) -> str
 
 
 # --- the answers
-
-
-def _print_matches(answer: schemas.MatchAnswer, console: Console, *, wide: bool) -> None:
-    # A worker that is not EXACT can hold more than the index knows, so it is listed even if it has no match.
-    shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
-    if shown:
-        shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))
-        figures = [(f"{held.tokens:,}", percentage(held.tokens, answer.prompt_tokens)) for held in shown]
-        _print_workers(shown, ("tokens", "share"), figures, console, wide=wide)
 
 
 def _print_selection(selected: schemas.Selection, console: Console, *, wide: bool) -> None:

@@ -71,7 +71,12 @@ def run(args: Namespace) -> int:
     settings.count()  # Raise an error in the workload before a socket is opened.
     sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
     with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
-        _print_endpoints(fleet, args, console)
+        if args.write_sources is not None:
+            _write_sources(args.write_sources, fleet.addresses, args.model, fleet.settings.block_size)
+            console.note(f"wrote {args.write_sources}; try: kvevents serve --sources {args.write_sources}")
+        for address in fleet.addresses:
+            label = Span("{}/{}".format(*address.worker), "name")
+            console.note(label, f" publishes at {address.endpoint}, replay at {address.replay_endpoint}")
         with stop.raising():  # The fleet's own router is the first subscriber, so wait for a second subscriber.
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > 1)
         began = time.monotonic()
@@ -111,15 +116,6 @@ def _repeat_requests(settings: SimulationSettings) -> Iterator[Request]:
             yield replace(request, at=start + request.at)
         start += last + 1.0  # Add a pause of one simulated second.
         seed += 1
-
-
-def _print_endpoints(fleet: LiveFleet, args: Namespace, console: Console) -> None:
-    if args.write_sources is not None:
-        _write_sources(args.write_sources, fleet.addresses, args.model, fleet.settings.block_size)
-        console.note(f"wrote {args.write_sources}; try: kvevents serve --sources {args.write_sources}")
-    for address in fleet.addresses:
-        source, rank = address.worker
-        console.note(Span(f"{source}/{rank}", "name"), f" publishes at {address.endpoint}, replay at {address.replay_endpoint}")
 
 
 def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, block_size: int) -> None:

@@ -161,7 +161,11 @@ class _Export:
             elif isinstance(delivery, RawBatch):
                 self._add_batch(worker, delivery)
                 self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
-        self._end_residencies(list(workers.values()))
+        # Residencies end at the end of the recording, or at the newest batch of a worker that had left.
+        ends = [worker.last_at for worker in workers.values() if worker.last_at is not None]
+        for worker in workers.values():
+            worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
+            self._lifetimes.add(worker.cache.take_ended())
         self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
         if reader.truncation:
             self._truncations.append(reader.truncation)
@@ -215,13 +219,6 @@ class _Export:
         while residencies > self._limits.resident_blocks and worker.cache.residencies:
             residencies -= worker.cache.drop_oldest()
         self._lifetimes.add(cache.take_ended())
-
-    def _end_residencies(self, workers: list[_Worker]) -> None:
-        """End the residencies of each worker: at the end of the recording, or at the newest batch of a worker that had left."""
-        ends = [worker.last_at for worker in workers if worker.last_at is not None]
-        for worker in workers:
-            worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
-            self._lifetimes.add(worker.cache.take_ended())
 
 
 def _unique_names(recordings: Sequence[StrPath]) -> list[str]:

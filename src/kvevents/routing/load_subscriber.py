@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -72,16 +71,14 @@ class _LoadStream(RankLoad):
         self._resolve_at, self._pause = now + self._pause, min(2 * self._pause, 60.0)
         self.fault = lookup.error
         if lookup.endpoints:
-            self._connect_to(lookup.endpoints[self._attempts % len(lookup.endpoints)])
+            address = lookup.endpoints[self._attempts % len(lookup.endpoints)]
+            if address != self._address:
+                with contextlib.suppress(zmq.ZMQError):  # before the first address, there is nothing to disconnect
+                    self.socket.disconnect(self._address)
+                self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
+                connect_or_bind(self.socket, address, bind=False)
+                self._address = address
             self._attempts += 1
-
-    def _connect_to(self, address: str) -> None:
-        if address != self._address:
-            with contextlib.suppress(zmq.ZMQError):  # before the first address, there is nothing to disconnect
-                self.socket.disconnect(self._address)
-            self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
-            connect_or_bind(self.socket, address, bind=False)
-            self._address = address
 
     def receive(self, now: float) -> bool:
         """Read at most `_MESSAGES_PER_TURN` messages that have arrived. Return whether there may be more to read."""
@@ -127,7 +124,9 @@ class LoadSubscriber(Closeable):
         self._loop: Final = asyncio.new_event_loop()
         self._has_ended: Final = asyncio.Event()
         self._streams: Final = set[_LoadStream]()
-        self._names: Final = NameResolver[_LoadStream](self._watch_names)
+        self._names: Final = NameResolver[_LoadStream](
+            lambda end, take_resolved: self._loop.add_reader(end, lambda: self._resolve(take_resolved()))
+        )
         self._thread: Final = threading.Thread(target=self._run, name="kvevents-load", daemon=True)
         try:
             for source in sources:
@@ -220,9 +219,6 @@ class LoadSubscriber(Closeable):
     def _resolve(self, streams: Iterable[_LoadStream]) -> None:
         for stream in list(streams):
             stream.connect(self._names, time.monotonic())
-
-    def _watch_names(self, end: socket.socket, take_resolved: Callable[[], Collection[_LoadStream]]) -> None:
-        self._loop.add_reader(end, lambda: self._resolve(take_resolved()))
 
     def _begin_reading(self, readings: RankLoad) -> None:
         if isinstance(readings, _LoadStream):

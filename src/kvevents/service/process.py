@@ -96,8 +96,8 @@ def check(config: ServiceSettings, sources_file: Path | None, origin: Callable[[
     Messages contain the `origin` of a setting, such as its file. Ignore whether a process has locked the state folder.
     """
     require_prometheus()
+    path = "access.tokens"
     try:
-        path = "access.tokens"
         read_tokens(config.access)
         path = "allow"
         EndpointAllowList(config.allow)

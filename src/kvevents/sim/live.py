@@ -159,7 +159,11 @@ class LiveFleet:
         requested: Sequence[RequestedFault] = (),
         timers: LiveTimers | None = None,
     ) -> None:
-        _check_pace(pace, requested)
+        if pace is not None and not 0 < pace < float("inf"):
+            raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
+        timed = [fault.kind for fault in requested if FAULT_KINDS[fault.kind].needs_time]
+        if pace is None and timed:
+            raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
         self.settings = settings
         self.timers = timers = timers or LiveTimers()
         self.pace = pace
@@ -325,21 +329,11 @@ class LiveFleet:
                 position = (simulated.incarnation, simulated.batches)
                 is_settled = status.trust.name == "EXACT" and self.follower.audit.position(worker) == position
             else:
-                is_settled = self.pace is not None or self._is_followed(worker)
+                is_followed = self.sockets.subscribers(worker) > 0 and self.follower.trust[worker] in ("EXACT", "DEGRADED")
+                is_settled = self.pace is not None or is_followed
             if not is_settled:
                 waiting.append(worker)
         return waiting
-
-    def _is_followed(self, worker: Worker) -> bool:
-        return self.sockets.subscribers(worker) > 0 and self.follower.trust[worker] not in ("CONNECTING", "REPLAYING", "STALE")
-
-
-def _check_pace(pace: float | None, requested: Sequence[RequestedFault]) -> None:
-    if pace is not None and not 0 < pace < float("inf"):
-        raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
-    timed = [fault.kind for fault in requested if FAULT_KINDS[fault.kind].needs_time]
-    if pace is None and timed:
-        raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
 
 
 # --- faults

@@ -440,7 +440,11 @@ class Multiplexer:
                 self._changed_streams[entry] = None
                 self._run_connection_timer(entry, now)
                 self._collect(entry, now)
-        self._start_queued_replays(now)
+        while self._replay_queue and len(self._replaying) < self._max_replays:
+            entry, _ = self._replay_queue.popitem(last=False)
+            if entry.stream.is_fetching:
+                self._request_replay(entry, now)
+                self._schedule(entry)
 
     def _mark_consumed(self) -> None:
         """Record that the application has taken all deliveries."""
@@ -506,13 +510,6 @@ class Multiplexer:
                 entry.error = ""
             # Sending may consume the signal of a message that has just arrived, so the connection must be read.
             self._readable[entry] = None
-
-    def _start_queued_replays(self, now: float) -> None:
-        while self._replay_queue and len(self._replaying) < self._max_replays:
-            entry, _ = self._replay_queue.popitem(last=False)
-            if entry.stream.is_fetching:
-                self._request_replay(entry, now)
-                self._schedule(entry)
 
     def _schedule(self, entry: StreamEntry) -> None:
         due = entry.deadline()

@@ -196,8 +196,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 msgspec.structs.force_setattr(self, name, value)
         elif not self.public_key and not self.secret_key:
             raise ConfigError("curve needs key_file, a file made by `kvevents keys NAME`, or public_key and secret_key")
-        if self.server_key is not None and z85_decode(self.server_key) is None:
-            self._load_server_key(self.server_key)
+        file = self.server_key if self.server_key is not None and z85_decode(self.server_key) is None else ""
+        if file and os.path.isfile(file):  # noqa: PTH113 - `Path.is_file` can raise an error
+            if len(server_keys := read_public_keys(Path(file))) > 1:
+                sentence = f"{file} holds {len(server_keys)} keys; expected the one key of the other end"
+                raise ConfigError(f"curve.server_key: {sentence}")
+            msgspec.structs.force_setattr(self, "server_key", server_keys[0])
         keys = [("public_key", self.public_key), ("secret_key", self.secret_key), ("server_key", self.server_key)]
         if isinstance(self.allowed, tuple):
             keys += [("allowed", key) for key in self.allowed]
@@ -207,15 +211,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 raise ConfigError(f"curve.{name} {sentence}{', or a file that exists' if name == 'server_key' else ''}")
         if self.allowed is not None and self.server_key is not None:
             raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; remove one")
-
-    def _load_server_key(self, text: str) -> None:
-        """Read the key from the file named `text`. If there is no such file, keep the text, which then fails the check."""
-        if not os.path.isfile(text):  # noqa: PTH113 - `Path.is_file` can raise an error
-            return
-        keys = read_public_keys(Path(text))
-        if len(keys) > 1:
-            raise ConfigError(f"curve.server_key: {text} holds {len(keys)} keys; expected the one key of the other end")
-        msgspec.structs.force_setattr(self, "server_key", keys[0])
 
     def apply(self, socket: Any) -> None:
         """Set the keys on a ZeroMQ socket; call this before the socket binds or connects.

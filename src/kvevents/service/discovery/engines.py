@@ -423,7 +423,12 @@ class EngineProvider(Struct, frozen=True):
             return Finding(faults=(f"{self.label} {info.off_reason}",))
         declared = self.declaration or Declaration()
         if declared.is_relay:
-            self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
+            # Replace the engine's endpoints by those of its relays, so that only the relays connect to the engine.
+            known = {each.rank: each for each in info.endpoints}
+            relays = declared.endpoints(bracket_host(url.host), self.template)
+            pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
+            info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
+            info.missing_ranks = {}
         models = await self._query_models(url, is_needed=not (self.template.model or info.model or declared.model))
         base = next((model.id for model in models if model.parent is None and model.id), None)
         model = self.template.model or info.model or base or declared.model
@@ -451,14 +456,6 @@ class EngineProvider(Struct, frozen=True):
         adapters = tuple((scope._replace(lora=lora.id), lora.root) for lora in loras)
         faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing_ranks.items())]
         return Finding(tuple(registrations), tuple(faults), adapters=adapters)
-
-    @staticmethod
-    def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
-        """Replace the engine's endpoints by those of its relays, so that only the relays connect to the engine."""
-        known = {each.rank: each for each in info.endpoints}
-        pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
-        info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
-        info.missing_ranks = {}
 
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
         """Mark a rank as missing if one of its endpoints is not at the queried host."""
