@@ -17,7 +17,7 @@ from kvevents.publisher.event_server import EventServer, EventSocket
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.subscriber.zmq_transport import receive_batches
 from kvevents.wire.framing import encode_seq
-from kvevents.zeromq.bulk_transfer import libzmq_io
+from kvevents.zeromq.sockets import libzmq_io
 
 TOPIC = b"kv"
 LIBZMQ = libzmq_io()

@@ -202,7 +202,7 @@ class ResponseStream:
     def close(self) -> None: ...
 
 class Libzmq:
-    """See `kvevents.zeromq.bulk_transfer`. Raises `OSError` if the loaded file `module` does not give the functions of libzmq.
+    """See `kvevents.zeromq.sockets`. Raises `OSError` if the loaded file `module` does not give the functions of libzmq.
 
     Sockets are passed as pyzmq's `Socket.underlying`. A socket must be open, and no other thread may use it.
     """

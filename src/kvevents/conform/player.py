@@ -106,10 +106,6 @@ class ScriptedEngine:
         self._batches = next(self._incarnations)
         self.tape.restart(self._batches)
 
-    def stop(self) -> None:
-        """Close the sockets."""
-        self.tape.stop()
-
     def cut(self) -> None:
         """Close the connections, refuse new ones, and wait until the engine has noticed."""
         for proxy in self.proxies:
@@ -194,7 +190,7 @@ class Player:
 
     @_perform.register
     def _stop_engine(self, step: steps.Stop) -> None:
-        self._engines[step.engine].stop()
+        self._engines[step.engine].tape.stop()
         self._target.engine_stopped(self._scenario.worker(step.engine))
 
     @_perform.register

@@ -24,13 +24,14 @@ from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, ReplayStats
-from kvevents.zeromq.bulk_transfer import FRAMES_PER_MESSAGE, libzmq_io
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import MIN_FLUSH_SECONDS, Reconnector, close_socket, connect_or_bind, open_socket
+from kvevents.zeromq.sockets import MIN_FLUSH_SECONDS, Reconnector, close_socket, connect_or_bind, libzmq_io, open_socket
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
 
+FRAMES_PER_MESSAGE: Final = 3
+"""Number of frames of a message: topic, number, payload."""
 _EVENT_AFFINITY: Final = 1
 """ZMQ_AFFINITY of the event socket: the first I/O thread of a context that the server has created."""
 _REPLY_AFFINITY: Final = 2

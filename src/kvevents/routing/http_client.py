@@ -128,7 +128,11 @@ class HttpConnections(AsyncCloseable):
                         raise
                     return await self._exchange(method, target, options)
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            cause = _cause_of(error)
+            cause: BaseException = error
+            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+                cause = error.certificate_error
+            elif isinstance(error, aiohttp.ClientConnectorError):
+                cause = error.os_error
             kind: HttpErrorKind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type))
             detail = cause.message if isinstance(cause, aiohttp.ClientResponseError) else reason_of(cause)
             raise HttpError(kind, " ".join(detail.split())) from error
@@ -171,10 +175,3 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (aiohttp.ClientResponseError, "not-http"),
     (BaseException, "unreachable"),
 )
-
-
-def _cause_of(error: Exception) -> BaseException:
-    """Return the operating system's error if aiohttp's error wraps one."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return error.certificate_error
-    return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error

@@ -112,7 +112,10 @@ class ReportedLoad:
         Raises `LoadError`, and `MissingDependencyError` without prometheus_client.
         """
         if body.lstrip()[:1] == b"{":
-            return cls({}, _parse_server_load(body))
+            try:
+                return cls({}, _to_count(msgspec.json.decode(body, type=_ServerLoad).server_load))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise LoadError(f"is neither metrics nor vLLM's /load: {error}") from error
         lines: list[tuple[bytes, bytes]] = _METRIC_LINES.findall(b"\n" + body)
         if len(lines) > MAX_SERIES:
             raise LoadError(f"has more than {MAX_SERIES} series of load")
@@ -185,14 +188,6 @@ def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]
                 yield sample.name, sample.labels, sample.value
     except (ValueError, KeyError, IndexError) as error:  # the parser defines no error type
         raise LoadError(f"is not in the text format of Prometheus: {error}") from error
-
-
-def _parse_server_load(body: bytes) -> int:
-    try:
-        count = msgspec.json.decode(body, type=_ServerLoad).server_load
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise LoadError(f"is neither metrics nor vLLM's /load: {error}") from error
-    return _to_count(count)
 
 
 def is_load_url(text: str) -> bool:

@@ -163,8 +163,7 @@ class Prober:
 
     async def _check_clients(self) -> None:
         for member in list(self._fleet.members.values()):
-            if member.origin == HTTP_ORIGIN:
-                await self._may_stay(member)
+            await self._may_stay(member)
 
     async def _may_stay(self, member: Member) -> bool:
         """Unregister a client's engine if its host name now resolves to an excluded address. Return False if unregistered."""

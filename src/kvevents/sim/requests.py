@@ -84,7 +84,7 @@ class Text:
         self.pieces: Final[tuple[Drawn | array[int], ...]] = tuple(
             piece if isinstance(piece, (Drawn, array)) else Drawn(*piece) for piece in pieces
         )
-        self._length = sum(_tokens_of(piece) for piece in self.pieces)
+        self._length = sum(piece.length if isinstance(piece, Drawn) else len(piece) for piece in self.pieces)
 
     @classmethod
     def from_tokens(cls, tokens: Iterable[int]) -> Self:
@@ -148,7 +148,3 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
             raise ConfigError("invalid request: expected at least one token in the prompt and one in the answer")
-
-
-def _tokens_of(piece: Drawn | array[int]) -> int:
-    return piece.length if isinstance(piece, Drawn) else len(piece)

@@ -74,7 +74,11 @@ class SmgConnection:
             elif number == _CONNECTED:
                 self._begin_stream(stream, now)
             else:
-                self._end_stream(stream, content.decode(errors="replace"))
+                reason = content.decode(errors="replace")
+                self.fault = f"no connection: {reason}"
+                if self._is_connected:
+                    self.fault, self._is_connected = f"the worker's stream of events has ended: {reason}", False
+                    stream.end_connection()
         for _ in range(min(limit, len(self._replies))):
             stream.receive_replay(self._replies.popleft(), now)
         return len(arrivals) == limit or bool(self._replies)
@@ -88,12 +92,6 @@ class SmgConnection:
         if self._has_begun:
             stream.start_over("the worker's stream of events has begun again")
         self._has_begun = True
-
-    def _end_stream(self, stream: Stream, reason: str) -> None:
-        self.fault = f"the worker's stream of events has ended: {reason}" if self._is_connected else f"no connection: {reason}"
-        if self._is_connected:
-            self._is_connected = False
-            stream.end_connection()
 
     def _store(self, number: int, payload: bytes) -> None:
         self._batches.append((number, payload))

@@ -27,7 +27,6 @@ from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
 from kvevents.zeromq import sockets
-from kvevents.zeromq.bulk_transfer import libzmq_io
 from kvevents.zeromq.name_resolver import Lookup, NameResolver
 from kvevents.zeromq.zap import SocketSecurity
 
@@ -261,7 +260,7 @@ class LiveSocket:
         """The lookup of the endpoint's name, until the socket is connected."""
         self._attempts = 0
         """Number of sockets that were opened; each is connected to the next address of the host."""
-        self._native = libzmq_io()
+        self._native = sockets.libzmq_io()
         self._was_connected = False
         """Whether the stream has ever begun a connection."""
         self._is_connected = False

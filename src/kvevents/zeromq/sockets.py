@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import resource
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from socket import AF_UNIX
 from socket import socket as unix_socket
 from time import monotonic, sleep
@@ -16,7 +18,8 @@ from typing import Any, Final, cast
 import zmq
 
 from kvevents.endpoints import needs_ipv6, validate_port
-from kvevents.errors import EndpointError
+from kvevents.errors import EndpointError, MissingDependencyError
+from kvevents.native_module import require_native
 from kvevents.settings import Bytes, Count, Positive, Settings
 from kvevents.zeromq.zap import SocketSecurity
 
@@ -332,3 +335,19 @@ class Reconnector:
         with suppress(zmq.ZMQError):  # the context may be terminated
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
+
+
+@cache
+def libzmq_io() -> Any | None:
+    """Return a `_native.Libzmq`; None if there is no native module, or it does not support pyzmq's backend or libzmq.
+
+    One pyzmq call per frame costs several times as much as libzmq itself. So the native module transfers many messages in one
+    call: it calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. The module handles only messages
+    that can be transferred without waiting, and leaves all other messages to pyzmq, which raises the proper exception.
+    """
+    try:
+        native = require_native("message transfer in one call")
+        backend = importlib.import_module("zmq.backend.cython._zmq")
+        return native.Libzmq(backend.__file__)
+    except (MissingDependencyError, ImportError, AttributeError, OSError):
+        return None
