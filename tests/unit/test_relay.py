@@ -958,6 +958,20 @@ def test_a_prompt_with_a_salt_never_matches_a_plain_one(scenario_of_two: World, 
     assert _matched_blocks(consumer, other_tokens, Scope(salt="tenant")) == (matched != {1})
 
 
+@pytest.mark.parametrize(("dialect", "held"), [(None, {1, 2}), ("vllm", {1, 2}), ("vllm-0.17", {1}), ("sglang-0.5.18", {1})])
+def test_a_prompt_with_an_image_never_matches_a_plain_one(scenario: World, dialect: str | None, held: set[int]) -> None:
+    """TensorRT-LLM replaces the tokens of all images by one placeholder, and names the image in a field that arrays lack."""
+    scenario.begin(dialect=dialect)
+    consumer = scenario.consumer()
+    image = {"hash": "ab", "start_offset": 0}
+    scenario.upstream.publish_events(BlockStored([1], None, prompt(1), SIZE, medium="GPU", unknown_fields={"mm_keys": [[]]}))
+    tokens = [SECRET + 99] * SIZE
+    scenario.upstream.publish_events(BlockStored([2], None, tokens, SIZE, medium="GPU", unknown_fields={"mm_keys": [[image]]}))
+    scenario.settle()
+    assert {number for number, _ in consumer.held} == held
+    assert (_matched_blocks(consumer, prompt(1)), _matched_blocks(consumer, tokens)) == (1, 0)
+
+
 # --- tokens
 
 

@@ -257,7 +257,8 @@ class Transform:
         """Drop stores of namespaces that the dialect cannot express: consumers would match them in other namespaces."""
         if self._dialect is None:
             return [_with_salt_as_unknown_field(event) for event in events]
-        fields = self._dialect.stored_fields
+        # Only map events can hold unknown fields, such as the images of a prompt.
+        fields = {*self._dialect.stored_fields, *(["mm_keys"] if self._dialect.event_form == "map" else [])}
         return [event for event in events if not isinstance(event, BlockStored) or _namespace_fields(event).issubset(fields)]
 
     def _block_key(self, rank: int | None, block_hash: int) -> int:
@@ -304,6 +305,9 @@ def _namespace_fields(event: BlockStored) -> set[str]:
     names = {"cache_salt"} if event.cache_salt else set()
     if event.extra_keys and any(event.extra_keys):
         names.add("extra_keys")
+    items = (event.unknown_fields or {}).get("mm_keys")
+    if any(items) if isinstance(items, list) else items:
+        names.add("mm_keys")
     # All dialects have the number of an adapter, which identifies the adapter even if its name is missing.
     return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
 
