@@ -10,6 +10,7 @@ import io
 from collections import Counter
 from typing import Any, Final
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -206,3 +207,30 @@ def test_a_late_consumer_is_never_more_certain_than_an_early_one(batches: list[l
 def test_a_late_consumer_of_twins_is_never_more_certain_than_an_early_one(batches: list[list[KVEvent]], cut: int) -> None:
     """Histories have several prompts whose blocks share their hashes."""
     check_certainty(batches, min(cut, len(batches)))
+
+
+UNUSABLE: Final[dict[str, KVEvent]] = {
+    "length": BlockStored([8, 9], None, [1, 2, 3], SIZE, medium="GPU", **FULL),
+    "first token": BlockStored([8], None, [1, 2, -1, 3], SIZE, medium="GPU", **FULL),
+    "second block": BlockStored([8, 9], None, [1, 2, 3, 4, -1, 5, 6, 7], SIZE, medium="GPU", **FULL),
+    "bigrams": BlockStored([8, 9], None, [(1, 2), (2, 3), (3, 4)], SIZE, medium="GPU"),
+}
+
+
+@pytest.mark.parametrize("event", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_late_consumer_knows_that_a_store_could_not_be_used(event: KVEvent) -> None:
+    """The engine holds blocks that no consumer can find, so answers are estimates until a clear."""
+    twins: list[KVEvent] = [store_blocks(0, 1, FULL, prompt=number) for number in (0, 1)]
+    windows: list[KVEvent] = [store_blocks(0, 2, FULL), store_blocks(0, 2, WINDOW)]
+    for held in ([], windows, twins):
+        full, compactor = Consumer(), Compactor.create()
+        assert compactor is not None
+        batches: list[list[KVEvent]] = [[event], held, [AllBlocksCleared()], held]
+        for batch, expected in zip(batches, ["set-aside", "set-aside", None, None], strict=True):
+            full.send(batch)
+            compactor.append(encode_batch(KVEventBatch(1.0, batch)))
+            late = make_late_consumer(compactor)
+            assert late is not None
+            first, second = full.index.worker(WORKER), late.index.worker(WORKER)
+            assert first.estimate == second.estimate == expected
+            assert late.index.digest(WORKER) == full.index.digest(WORKER)

@@ -64,6 +64,9 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
 /// The medium of a sign that consists of a first block without extra keys.
 const LOWER_MEDIUM: &str = "CPU";
 
+/// Maximum number of tokens of a sign that consists of a first block. The blocks of engines are smaller.
+const MAX_SIGN_TOKENS: u64 = 1 << 16;
+
 struct Exporter<'a> {
     state: &'a State,
     twins: &'a Twins,
@@ -131,7 +134,6 @@ impl<'a> Exporter<'a> {
         }
         self.remove_surplus();
         self.export_waiting();
-        self.export_rules();
         // The following stores together make a consumer conclude that it does not know exactly which blocks tiers below the device hold.
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
@@ -149,6 +151,22 @@ impl<'a> Exporter<'a> {
             store.namespace.lora_name = (!needs_bare_root).then_some(Cow::Borrowed(b"-"));
             self.export_removed(&store, 1);
         }
+        if self.state.evidence.set_aside > 0 {
+            self.export_unusable();
+        }
+        self.export_rules();
+    }
+
+    /// Announces a block with too many tokens, so that consumers also know of a store that could not be used.
+    fn export_unusable(&mut self) {
+        let mut store = Store {
+            hashes: vec![self.unused_hashes()[0]].into(),
+            tokens: vec![0, 0].into(),
+            block_size: 1,
+            ..Store::default()
+        };
+        store.location.medium = Some(Cow::Borrowed(b"GPU"));
+        (self.emit)(ExportedEvent::Stored(store));
     }
 
     /// Exports the copies that might be gone because of a clear that named no tier, and then such a clear. The events after the clear
@@ -215,7 +233,8 @@ impl<'a> Exporter<'a> {
         let is_dense = |known: &&GroupRule| known.rule.kind.is_full();
         let dense = self.state.group_rules.iter().filter(is_dense).min_by_key(|known| known.group);
         let example = dense.map_or_else(Store::default, |known| known.example.clone());
-        let block_size = example.block_size.max(1);
+        // A store with keys can name any size.
+        let block_size = example.block_size.clamp(1, MAX_SIGN_TOKENS);
         let mut store = Store {
             tokens: vec![0; block_size as usize * (1 + usize::from(example.pairs))].into(),
             block_size,

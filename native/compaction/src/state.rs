@@ -183,9 +183,9 @@ impl State {
             self.learn(store)?;
             return self.store_without_tokens(store);
         }
-        let Some(count) = store.keyable.filter(|&count| count > 0 || store.hashes.is_empty()) else {
-            return Ok(());
-        };
+        let keyable = store.keyable.filter(|&count| count > 0 || store.hashes.is_empty());
+        self.evidence.set_aside += u64::from(!store.hashes.is_empty() && keyable != Some(store.hashes.len()));
+        let Some(count) = keyable else { return Ok(()) };
         let size = store.block_size as u32;
         self.learn(store)?;
         if self.invalid.is_some() || store.hashes.is_empty() {
