@@ -11,7 +11,7 @@ use crate::groups::engine_hash::EngineHash;
 /// The blocks of a prefix that a group needs, as in vLLM 0.33.0 (the finders of `v1/core/single_type_kv_cache_manager.py`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// All blocks; the number distinguishes full attention, MLA, and full attention with a sink.
+    /// All blocks; the number distinguishes full attention, MLA, full attention with a sink, and stores that name no kind.
     Full(u8),
     /// The blocks that cover the last tokens of the prefix: all tokens of the window except the one that the engine computes next. The
     /// value is the size of the window.
@@ -23,14 +23,18 @@ pub enum GroupKind {
 }
 
 /// Number of variants of full attention.
-pub const FULL_KINDS: u8 = 3;
+pub const FULL_KINDS: u8 = 4;
 
 impl GroupKind {
+    /// The kind of a group whose stores name no kind: full attention if it is the engine's only group.
+    pub const UNNAMED: Self = Self::Full(3);
+
     /// The kind that a store names (`kv_cache_spec_kind`), with the window that it names. None if the kind needs a window, but the store
     /// has no valid window.
     pub fn from_spec(kind: Option<&[u8]>, window: Option<i64>) -> Option<Self> {
         Some(match kind {
-            None | Some(b"full_attention") => Self::Full(0),
+            None => Self::UNNAMED,
+            Some(b"full_attention") => Self::Full(0),
             Some(b"mla_attention") => Self::Full(1),
             Some(b"sink_full_attention") => Self::Full(2),
             Some(b"sliding_window" | b"sliding_window_mla") => {
@@ -40,6 +44,11 @@ impl GroupKind {
             Some(b"mamba") => Self::State,
             Some(_) => Self::Unknown,
         })
+    }
+
+    /// Whether a store of the kind `other` adds no knowledge about a group of this kind.
+    fn includes(self, other: Self) -> bool {
+        self == other || (self.is_full() && other == Self::UNNAMED)
     }
 
     /// Whether every block of a prefix is needed.
@@ -109,8 +118,11 @@ impl Groups {
         match self.groups.iter_mut().find(|group| group.number == number) {
             // A store of a part of a block (`cache_partial_block`) states the size of the part's last hash unit, so the largest size
             // counts.
-            Some(group) if group.kind == kind && group.size >= size => return false,
-            Some(group) => (group.kind, group.size) = (kind, size.max(group.size)),
+            Some(group) if group.kind.includes(kind) && group.size >= size => return false,
+            Some(group) => {
+                let is_known = group.kind.includes(kind);
+                (group.kind, group.size) = (if is_known { group.kind } else { kind }, size.max(group.size));
+            }
             None => {
                 self.groups.push(Group { number, kind, size });
                 self.groups.sort_by_key(|group| group.number);
@@ -228,12 +240,17 @@ impl Groups {
         self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
     }
 
+    /// Whether lookups cannot search a group of a kind as the engine does. vLLM 0.20 and 0.21 name no kinds, also for groups with windows.
+    fn is_unknown(&self, kind: GroupKind) -> bool {
+        kind == GroupKind::Unknown || (kind == GroupKind::UNNAMED && self.groups.len() > 1)
+    }
+
     /// Why answers for the engine's prompts are estimates; None if the answers are exact. `sizes` is the number of different block sizes
     /// that the engine has announced on the device.
     pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
         if self.has_plain_full() {
             (sizes > 1).then_some("several-block-sizes")
-        } else if self.groups.iter().any(|group| group.kind == GroupKind::Unknown) {
+        } else if self.groups.iter().any(|group| self.is_unknown(group.kind)) {
             Some("unknown-kind")
         } else if self.needs_hashing() {
             Some("unknown-hashing")

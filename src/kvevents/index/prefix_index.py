@@ -172,7 +172,7 @@ ESTIMATE_TEXTS: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
     "their rank is unknown or another stream's",
     "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
-    "page-hashes": "its hashes are of pages alone, and some releases with such hashes announce later pages as first ones",
+    "page-hashes": "its hashes are of pages alone, so parents are ambiguous, and later pages can be announced as first ones",
     "inexact-tiers": "what its tiers below the GPU hold is unknown: events lack salts or tokens, or were lost before a clear",
     "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
     "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",

@@ -40,7 +40,7 @@ impl Stream {
     }
 
     /// Learns whether hashes cover only their own page, without the pages before it, as in SGLang 0.4.8 to 0.5.6. In these releases, a
-    /// block whose parent is `nil` is not always the first block of a prompt.
+    /// parent can be any of several blocks with its hash, and a block whose parent is `nil` is not always the first block of a prompt.
     #[inline]
     pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
         if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 {

@@ -131,7 +131,7 @@ impl Stream {
             if kind.is_some() {
                 self.learn_hashing(read, event);
             }
-            self.learn_page_hashes(&store, event.parent);
+            self.learn_page_hashes(&store, event.parent_hash());
             self.evidence.has_extra_keys |= event.has_extra_keys;
             self.evidence.has_loras |= store.lora != 0;
         }

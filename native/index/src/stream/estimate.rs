@@ -10,8 +10,8 @@ pub enum Estimate {
     SetAside(u64),
     /// For some blocks on the device, the parent or the tokens were never announced; the value is the number of these blocks.
     UnknownParents(u64),
-    /// The hash of a page does not cover the pages before it (some releases of SGLang). These releases announce blocks inside a prompt as
-    /// first blocks.
+    /// The hash of a page does not cover the pages before it (some releases of SGLang). So a parent's hash can be that of several blocks.
+    /// Some of these releases also announce blocks inside a prompt as first blocks.
     PageHashes,
     /// The blocks on tiers below the device are not known exactly. Either these blocks were announced without the extra keys (salts, LoRAs,
     /// media) that blocks on the device have. Or the stream did not know all of these blocks at a clear that might not have emptied these
