@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.sim.requests import VOCABULARY_SIZE, Drawn, Request, Text, draw
-from sim_prefixes import shared_prefix
+from kvevents.sim.requests import VOCABULARY_SIZE, Drawn, Request, Text, draw, shared_prefix
 
 NUMBERS = st.integers(0, 2**64 - 1)
 DRAW_SIZE = 1 << 20

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from kvevents.errors import ConfigError, WorkloadError
+from kvevents.sim.requests import shared_prefix
 from kvevents.sim.workload_traces import MooncakeRow
 from kvevents.sim.workloads import JITTER, SAMPLE, Chat, Lengths, Trace, read_trace
 from mooncake_cases import mooncake_rows, write_rows
-from sim_prefixes import shared_prefix
 
 
 def make_sample() -> Iterator[MooncakeRow]:

@@ -8,9 +8,8 @@ from itertools import islice
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.sim.requests import Text
+from kvevents.sim.requests import Text, shared_prefix
 from kvevents.sim.workloads import LlmD, SharedPrompts
-from sim_prefixes import shared_prefix
 
 
 def test_few_system_prompts_serve_many_users() -> None:

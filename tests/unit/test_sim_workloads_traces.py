@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, WorkloadError
-from kvevents.sim.requests import Request, Text
+from kvevents.sim.requests import Request, Text, shared_prefix
 from kvevents.sim.workload_traces import MooncakeRow
 from kvevents.sim.workloads import read_trace, write_trace
 from mooncake_cases import write_rows
-from sim_prefixes import shared_prefix
 
 PLAIN = '{"at": 1.5, "tokens": [1, 2], "output_tokens": 3}'
 MOONCAKE = '{"timestamp": 2000, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}'

@@ -84,7 +84,7 @@ class Text:
         self.pieces: Final[tuple[Drawn | array[int], ...]] = tuple(
             piece if isinstance(piece, (Drawn, array)) else Drawn(*piece) for piece in pieces
         )
-        self._length = sum(piece.length if isinstance(piece, Drawn) else len(piece) for piece in self.pieces)
+        self._length = sum(_tokens_of(piece) for piece in self.pieces)
 
     @classmethod
     def from_tokens(cls, tokens: Iterable[int]) -> Self:
@@ -148,3 +148,32 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
             raise ConfigError("invalid request: expected at least one token in the prompt and one in the answer")
+
+
+def shared_prefix(requests: Iterable[Request]) -> float:
+    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of the whole fleet would find.
+
+    When a prompt arrives, the unlimited cache contains all earlier prompts and answers.
+    """
+    paths: set[object] = set()
+    held = total = 0
+    for request in requests:
+        path: object = (request.lora, request.salt)
+        is_known = True
+        for piece in request.prompt.pieces:
+            path = _extend_path(path, piece)
+            is_known = is_known and path in paths
+            paths.add(path)
+            held += _tokens_of(piece) if is_known else 0
+        total += len(request.prompt)
+        for piece in request.output.pieces:
+            paths.add(path := _extend_path(path, piece))
+    return held / total if total else 0.0
+
+
+def _extend_path(path: object, piece: Drawn | array[int]) -> object:
+    return hash(path), piece if isinstance(piece, Drawn) else piece.tobytes()
+
+
+def _tokens_of(piece: Drawn | array[int]) -> int:
+    return piece.length if isinstance(piece, Drawn) else len(piece)
