@@ -72,8 +72,13 @@ def test_a_snapshot_represents_what_came_before_it(worker: Worker, consumer: Con
 
 @pytest.mark.parametrize(
     "history",
-    [[batch(7, stored(1))], [part(8, 0, cleared(), stored(1), unknown_before=3)], [batch(0, stored(1)), batch(5, stored(2))]],
-    ids=["live only", "a snapshot without the beginning", "a gap"],
+    [
+        [batch(7, stored(1))],
+        [part(8, 0, cleared(), stored(1), unknown_before=3)],
+        [part(8, 0, cleared(), stored(1), count=2), batch(9, stored(2))],
+        [batch(0, stored(1)), batch(5, stored(2))],
+    ],
+    ids=["live only", "a snapshot without the beginning", "a snapshot without the end", "a gap"],
 )
 def test_what_is_missing_is_reported(history: list[object]) -> None:
     worker = Worker(*history)
@@ -122,6 +127,14 @@ def test_a_call_that_ends_is_repeated(worker: Worker, consumer: Consumer) -> Non
     consumer.receive_until(lambda: consumer.matched(1, 2, 3, 4) == 4)
     worker.send(batch(3, stored(5, parent=4)))
     consumer.receive_until(lambda: consumer.matched(1, 2, 3, 4, 5) == 5 and consumer.trust == Trust.EXACT)
+
+
+def test_numbers_that_are_used_again_in_a_call_are_another_incarnation(worker: Worker, consumer: Consumer) -> None:
+    """The servicer outlives its engine and says nothing. Its later batches have the numbers of the engine before it."""
+    consumer.receive_until(lambda: consumer.matched(1, 2, 3) == 3)
+    worker.send(*(batch(number, stored(100 + number), time=50.0 + number) for number in range(2)))
+    consumer.receive_until(lambda: consumer.matched(101) == 1 and consumer.trust == Trust.EXACT)
+    assert (consumer.matched(1, 2, 3), consumer.matched(100)) == (0, 1)
 
 
 @pytest.mark.parametrize("known", [1, 2])

@@ -48,10 +48,11 @@ def cleared() -> Any:
     return messages.KvCacheEvent(cleared=messages.KvCacheCleared())
 
 
-def batch(number: int, *events: Any, **more: Any) -> Any:
-    """Return a batch. The numbers of `more` are fields of the message."""
+def batch(number: int, *events: Any, time: float | None = None, **more: Any) -> Any:
+    """Return a batch. By default its time is its number. The entries of `more` are fields of the message."""
     messages, _ = read_protocol()
-    return messages.KvEventBatch(sequence_number=number, timestamp=float(number), events=events, **more)
+    timestamp = float(number) if time is None else time
+    return messages.KvEventBatch(sequence_number=number, timestamp=timestamp, events=events, **more)
 
 
 def part(number: int, index: int, *events: Any, count: int = 1, unknown_before: int = 0) -> Any:

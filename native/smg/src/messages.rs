@@ -32,6 +32,9 @@ pub struct Batch {
 pub struct Snapshot {
     #[prost(uint32, tag = "1")]
     pub index: u32,
+    /// Number of parts; 0 if the servicer does not state it.
+    #[prost(uint32, tag = "2")]
+    pub count: u32,
     /// Number of batches that the engine sent before the servicer began to record them, and that the servicer does not have.
     #[prost(uint64, tag = "4")]
     pub unknown_before: u64,

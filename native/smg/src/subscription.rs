@@ -210,6 +210,12 @@ async fn call(endpoint: &Endpoint, outlet: &ArrivalSender, has_begun: &mut bool)
                 if batch.load.as_ref().is_some_and(|load| load.load_only) {
                     continue;
                 }
+                if numbers.is_restart(&batch) {
+                    numbers = SequenceNumbers::default();
+                    let reason = "the engine has restarted: it uses sequence numbers again";
+                    outlet.put(Arrival::Disconnected(reason.to_owned())).await;
+                    outlet.put(Arrival::Connected).await;
+                }
                 let Some(number) = numbers.number(&batch) else {
                     continue;
                 };
