@@ -125,7 +125,7 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     store(service, member, "GPU")
     assert member.info
     assert member.status
-    info = replace(member.info, evicted=5, orphans_dropped=1, estimate="set-aside")
+    info = replace(member.info, lacks_refused=True, lacks_dropped=True, estimate="set-aside")
     member.refresh(member.status, info, hidden_before=0.0)
     assert len(member.index_faults) == 4
     member.update_trust(Trust.EXACT, 0.0)

@@ -27,6 +27,7 @@ from service_cases import (
     Engine,
     EventStream,
     Service,
+    confirm,
     engine,
     engines,
     hex_keys,
@@ -39,6 +40,7 @@ from service_cases import (
 from tools.ports import reserve_port
 
 FLAGS = ("--snapshot-seconds", "0.2")
+REFUSED = "the index refused some of its blocks at the memory limit"
 
 
 class PublishingEngine:
@@ -146,6 +148,29 @@ def test_an_engine_that_restarted_meanwhile_begins_with_a_reset(tmp_path: Path) 
             assert service.source("e")["resets"] == 1
             service.wait_for_log("e rank 0: its blocks are removed: publisher restarted")
             assert service.held(prompt(1)) == {}
+
+
+def test_a_stream_with_refused_blocks_is_not_exact_after_a_restart_until_a_clear(tmp_path: Path) -> None:
+    """A higher limit does not bring back the blocks that the index refused before the restart."""
+    with engine(seed=5) as made:
+        with serving("--state-dir", tmp_path, "--memory-limit", "1MiB") as service:
+            assert service.register("e", made.publisher).status == 201
+            made.store(prompt(1))
+            service.exact("e", blocks=4)
+            for first in range(100, 160):
+                made.store(prompt(first, 1_000))
+            wait_for("a refusal", lambda: service.trust("e") == ("DEGRADED", REFUSED))
+            service.end()
+        with serving("--state-dir", tmp_path) as service:
+
+            def is_refused() -> bool:
+                confirm(service.source("e"))
+                return service.trust("e") == ("DEGRADED", REFUSED)
+
+            wait_for("the reason", is_refused)
+            made.clear()
+            made.store(prompt(6))
+            service.exact("e", blocks=4)
 
 
 def test_a_restored_stream_is_not_exact_before_its_engine_answers(tmp_path: Path) -> None:

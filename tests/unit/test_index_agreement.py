@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -244,3 +244,49 @@ def test_a_dropped_orphan_is_a_mismatch() -> None:
     for block in (1, 3):
         pair.send(BlockStored([block], None, [block], 1))
     assert pair.compare_digests() is False
+
+
+# --- what an index lacks after its limits ------------------------------------------------------------------------------------
+
+
+def send_refused(pair: SenderAndConsumer) -> None:
+    first = 0
+    while not pair.consumer.stats().evicted:
+        pair.send(stored(first, 100))
+        first += 1_000
+
+
+def send_dropped(pair: SenderAndConsumer) -> None:
+    for block in (2, 4):
+        pair.send(BlockStored([block], block - 1, [block], 1))
+
+
+def lacks(index: PrefixIndex) -> tuple[bool, bool]:
+    info = index.worker(WORKER)
+    return info.lacks_refused, info.lacks_dropped
+
+
+@pytest.mark.parametrize(("send", "missing"), [(send_refused, (True, False)), (send_dropped, (False, True))])
+@pytest.mark.parametrize("end", ["clear", "reset", "equal digest"])
+def test_a_worker_lacks_blocks_until_its_index_is_known_to_be_complete(
+    send: Callable[[SenderAndConsumer], None], missing: tuple[bool, bool], end: str, tmp_path: Any
+) -> None:
+    """A restored index lacks them too, although its counters begin at 0."""
+    pair = SenderAndConsumer(PrefixIndex(memory_limit=60_000, limits=IndexLimits(max_orphans=1)))
+    pair.send(stored(10_000))
+    assert lacks(pair.consumer) == (False, False)
+    send(pair)
+    assert lacks(pair.consumer) == missing
+    pair.consumer.snapshot(tmp_path / "index")
+    pair.consumer = PrefixIndex()
+    pair.consumer.restore(tmp_path / "index")
+    assert pair.consumer.stats().evicted == pair.consumer.stats().orphans_dropped == 0
+    assert lacks(pair.consumer) == missing
+    if end == "reset":
+        pair.consumer.apply(Reset(*WORKER, 1, "another incarnation"))
+    elif end == "equal digest":
+        pair.send(BlockRemoved([block.hash for block in pair.sender.blocks(WORKER)], medium="GPU"))
+        assert pair.compare_digests() is True
+    else:
+        pair.send(AllBlocksCleared())
+    assert lacks(pair.consumer) == (False, False)

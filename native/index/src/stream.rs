@@ -209,6 +209,7 @@ impl Stream {
     /// Records that the stream now has all blocks that its publisher has announced.
     pub fn note_complete(&mut self) {
         self.evicted_when_whole = self.counters.evicted;
+        (self.evidence.has_refused, self.evidence.has_dropped) = (false, false);
     }
 
     /// Whether blocks were refused at the memory limit after the stream was last known to be complete.

@@ -610,6 +610,8 @@ fn info_dict(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
     plain.set_item("estimate", info.estimate.map(Estimate::code))?;
+    plain.set_item("lacks_refused", info.lacks_refused)?;
+    plain.set_item("lacks_dropped", info.lacks_dropped)?;
     plain.set_item("carried_ranks", info.carried_ranks)?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)

@@ -84,7 +84,7 @@ class Reason(enum.StrEnum):
     SHARED = "shared", "give each publisher its own topic, or its own endpoint"
     SILENT = "silent", f"check that the relay runs: its heartbeats have stopped; {_CHECK_ADVICE}"
 
-    EVICTED = "evicted", "raise --memory-limit, or distribute the engines over several services"
+    EVICTED = "evicted", f"raise --memory-limit, or distribute the engines over several services; {_CLEAR_ADVICE}"
     """The index refused blocks at the memory limit. The index reports the reasons up to `ESTIMATED_MATCHES`."""
     BLOCK_SIZE = "block-size", "register the engine with its actual block size, or without a block size"
     ORPHANS_DROPPED = "orphans-dropped", _INDEX_ADVICE

@@ -135,6 +135,10 @@ class WorkerInfo(Counters, frozen=True):
     first attestation. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
     """Number of blocks on each tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
+    lacks_refused: bool = False
+    """Whether blocks are missing that were rejected because of the memory limit, also before a snapshot that was restored."""
+    lacks_dropped: bool = False
+    """Whether blocks are missing that were dropped as orphans. Both end with a reset, a clear or an equal digest."""
 
 
 class IndexStats(Counters, frozen=True):

@@ -297,7 +297,7 @@ impl Stream {
     fn add_orphan(&mut self, shared: &mut SharedState, waiting: Waiting) {
         if !self.may_grow(shared) {
             self.counters.dropped += 1;
-            self.evidence.is_whole = false;
+            self.evidence.note_dropped();
             return;
         }
         if !self.counts_copies(waiting.placement) && self.waiting.is_last(&waiting) {
@@ -309,7 +309,9 @@ impl Stream {
             .waiting
             .push_within(waiting, limits.orphans, limits.orphan_bytes.min(bytes));
         self.counters.dropped += dropped;
-        self.evidence.is_whole &= dropped == 0;
+        if dropped > 0 {
+            self.evidence.note_dropped();
+        }
     }
 
     /// Places the blocks of an event from the index `first` on after `parent`. Each block is the parent of the next. Returns the record of
@@ -519,7 +521,7 @@ impl Stream {
             let block = chain.block(writer, at);
             let Some(number) = self.find(writer, &block, parent) else {
                 self.counters.evicted += (chain.hashes.len() - at) as u64;
-                self.evidence.is_whole = false;
+                self.evidence.note_refused();
                 return;
             };
             self.copy(writer, block.hash, number, chain.placement);
@@ -560,7 +562,7 @@ impl Stream {
     ) -> Result<Option<u32>, &'static str> {
         if !self.may_grow(writer) {
             self.counters.evicted += 1;
-            self.evidence.is_whole = false;
+            self.evidence.note_refused();
             return Ok(None);
         }
         let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;

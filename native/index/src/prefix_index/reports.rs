@@ -42,6 +42,10 @@ pub struct Info {
     pub sizes: Vec<u32>,
     /// Why answers about the worker are estimates; None if the answers are exact.
     pub estimate: Option<Estimate>,
+    /// Whether blocks are missing that the index refused at the memory limit.
+    pub lacks_refused: bool,
+    /// Whether blocks are missing that the index dropped while they waited for their parents.
+    pub lacks_dropped: bool,
     /// The other ranks whose batches arrive in the worker's stream.
     pub carried_ranks: Vec<i64>,
     /// The number of blocks on each tier. A block on several tiers counts on each of them.
@@ -98,6 +102,8 @@ impl PrefixIndex {
             attested: stream.attested,
             sizes: stream.sizes(),
             estimate: stream.estimate(),
+            lacks_refused: stream.evidence.has_refused,
+            lacks_dropped: stream.evidence.has_dropped,
             tiers: self.tiers(&stream),
             counters: stream.counters.clone(),
         })

@@ -7,6 +7,10 @@ use crate::holders::placements::LEVELS;
 pub struct Evidence {
     /// Whether no block is known to be missing: no batch was lost or unreadable, and the index refused or dropped no block.
     pub is_whole: bool,
+    /// Whether the index refused a block at the memory limit.
+    pub has_refused: bool,
+    /// Whether the index dropped a block that waited for its parent.
+    pub has_dropped: bool,
     /// Number of stores that could not be used.
     pub set_aside: u64,
     /// Whether the hash of some store's first block covered only the tokens of that block.
@@ -33,7 +37,7 @@ const COMPARED_ROOTS: u8 = 8;
 const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
 
 impl Evidence {
-    fn flags(&mut self) -> [&mut bool; 7] {
+    fn flags(&mut self) -> [&mut bool; 9] {
         [
             &mut self.is_whole,
             &mut self.has_page_hashes,
@@ -42,6 +46,8 @@ impl Evidence {
             &mut self.has_host_clears,
             &mut self.has_loras,
             &mut self.has_bare_root,
+            &mut self.has_refused,
+            &mut self.has_dropped,
         ]
     }
 
@@ -62,15 +68,15 @@ impl Evidence {
     }
 
     /// The flags as bits, for a snapshot.
-    pub fn to_bits(mut self) -> u8 {
+    pub fn to_bits(mut self) -> u64 {
         self.flags()
             .into_iter()
             .rev()
-            .fold(0, |bits, flag| bits << 1 | u8::from(*flag))
+            .fold(0, |bits, flag| bits << 1 | u64::from(*flag))
     }
 
     /// Creates a value from the bits that `to_bits` returns.
-    pub fn from_parts(bits: u8, unknown_levels: u8, set_aside: u64) -> Self {
+    pub fn from_parts(bits: u64, unknown_levels: u8, set_aside: u64) -> Self {
         let mut found = Self {
             unknown_levels,
             set_aside,
@@ -90,6 +96,17 @@ impl Evidence {
     pub fn empty_all(&mut self) {
         (self.unknown_levels, self.has_extra_keys, self.has_loras) = (0, false, false);
         (self.has_unkeyed_root, self.has_bare_root) = (false, false);
+        (self.has_refused, self.has_dropped) = (false, false);
+    }
+
+    /// Records that the index refused blocks at the memory limit.
+    pub fn note_refused(&mut self) {
+        (self.is_whole, self.has_refused) = (false, true);
+    }
+
+    /// Records that the index dropped blocks that waited for their parents.
+    pub fn note_dropped(&mut self) {
+        (self.is_whole, self.has_dropped) = (false, true);
     }
 
     /// Begins new evidence after a clear that names no tier. `dropped` are the levels, as bits, on which the stream no longer lists all
@@ -119,6 +136,8 @@ impl Default for Evidence {
     fn default() -> Self {
         Self {
             is_whole: true,
+            has_refused: false,
+            has_dropped: false,
             set_aside: 0,
             has_page_hashes: false,
             has_extra_keys: false,

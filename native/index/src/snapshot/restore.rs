@@ -208,7 +208,11 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
             unkept.push((self.from.signed()?, self.from.fixed()?));
         }
         stream.put_attested(has_attested, unkept);
-        stream.restore_evidence(Evidence::from_parts(self.from.byte()?, self.from.byte()?, self.from.count()?));
+        stream.restore_evidence(Evidence::from_parts(
+            self.from.count()?,
+            self.from.byte()?,
+            self.from.count()?,
+        ));
         for _ in 0..self.from.below(MAX_LORAS as u64 + 1, "number of replaced LoRAs")? {
             let lora = self.from.fixed()?;
             stream.put_replaced_lora(&mut self.shared_lock.write(), lora);
@@ -310,7 +314,9 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
                     } = self.limits;
                     let dropped = stream.waiting.push_within(waiting, orphans, orphan_bytes);
                     stream.counters.dropped += dropped;
-                    stream.evidence.is_whole &= dropped == 0;
+                    if dropped > 0 {
+                        stream.evidence.note_dropped();
+                    }
                 }
                 DONE => break,
                 other => return Err(unexpected(other)),
@@ -325,7 +331,9 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
             stream.tally.digest.wrapping_add(refused.digest),
         );
         stream.counters.evicted += refused.count;
-        stream.evidence.is_whole &= refused.count == 0;
+        if refused.count > 0 {
+            stream.evidence.note_refused();
+        }
         if read != (blocks, digest) {
             return Err(failure("the blocks of a stream do not match its digest"));
         }

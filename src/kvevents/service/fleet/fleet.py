@@ -406,7 +406,6 @@ class Fleet(Listener):
             sentence = f"batches {loss.first} to {loss.last} are lost"
         else:
             kind, sentence = "reset", f"its blocks are removed: {loss.reason}"
-            member.evicted_before = member.info.evicted if member.info is not None else 0
         if time.monotonic() >= member.log_muted_until:
             log.warning("%s: %s", member.registration.label, sentence)
             member.log_muted_until = time.monotonic() + LOSS_LOG_SECONDS

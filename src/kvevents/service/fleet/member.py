@@ -108,8 +108,6 @@ class Member(Struct, eq=False):
     """Returns why the rank's HTTP server has stopped answering; empty if the server answers, or if it has never answered."""
     why_unreachable: str = ""
     """Why the rank gets no requests even if its stream is connected; empty if it gets requests."""
-    evicted_before: int = 0
-    """Number of blocks that the index had refused at the memory limit before the newest reset of the stream."""
     index_faults: tuple[SourceFault, ...] = ()
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
@@ -221,9 +219,9 @@ class Member(Struct, eq=False):
         if (estimate := self.info.estimate) is not None:
             reason = _REASONS_OF_ESTIMATES.get(estimate, Reason.ESTIMATED_MATCHES)
             faults.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
-        if self.info.evicted > self.evicted_before:
+        if self.info.lacks_refused:
             faults.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
-        if self.info.orphans_dropped:
+        if self.info.lacks_dropped:
             sentence = "more of its blocks wait for their parents than the index stores"
             faults.append(SourceFault(Reason.ORPHANS_DROPPED, sentence))
         return tuple(faults)
