@@ -442,6 +442,27 @@ def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
     assert wire.stream.trust == Trust.EXACT
 
 
+def test_replay_that_alone_brings_batches_is_unconfirmed_until_a_live_batch_agrees(wire: Wire) -> None:
+    """The topic is wrong, or the replay endpoint belongs to another engine. One batch can be lost before a subscription."""
+    for seq in range(LIMITS.max_conflicts):
+        wire.later(LIMITS.max_probe_interval)
+        assert DegradedReason.REPLAY_UNCONFIRMED not in wire.stream.degraded_reasons
+        start = wire.next_request()
+        assert start == max(0, seq - 1)
+        wire.answer(*map(replayed, range(start, seq + 1)), END)
+        assert wire.next_request() == seq
+        wire.answer(replayed(seq), END)
+    wire.later(LIMITS.max_probe_interval)
+    assert wire.stream.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN, DegradedReason.REPLAY_UNCONFIRMED}
+    assert not wire.stream.trust.unproven
+    assert wire.next_request() == seq
+    wire.answer(replayed(seq), END)
+    wire.feed(live(seq + 1))
+    assert wire.next_request() == seq
+    wire.answer(replayed(seq), replayed(seq + 1), END)
+    assert wire.stream.trust == Trust.EXACT
+
+
 def test_the_tail_after_an_empty_batch_is_found(wire: Wire) -> None:
     """Replay delivers the empty batch and the tail after it; decoding reports that an empty payload is not a batch."""
     wire.feed(live(0))

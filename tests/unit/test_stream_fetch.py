@@ -109,12 +109,12 @@ def test_the_pause_between_checks_grows_while_they_find_nothing(count: int) -> N
     schedule = CheckSchedule(LIMITS)
     pauses = []
     for _ in range(count):
-        schedule.probe(100.0)
+        schedule.probe(100.0, 0)
         schedule.fail_comparison(100.0)
         pauses.append((schedule.probe_at - 100.0, schedule.compare_at - 100.0))
     assert pauses == sorted(pauses)
     assert all(pause <= LIMITS.max_probe_interval for pair in pauses for pause in pair)
     schedule.probes = 0
-    schedule.probe(100.0)
+    schedule.probe(100.0, 0)
     schedule.reset_comparisons()
     assert (schedule.probe_at - 100.0, schedule.compare_at) == (pauses[0][0], float("-inf"))

@@ -65,7 +65,7 @@ class Reason(enum.StrEnum):
         f"check that its replay endpoint is correct, and reachable from the service's host; {_CHECK_ADVICE}",
     )
     REPLAY_FOREIGN = "replay-foreign", "register it with the replay endpoint of this engine and rank"
-    REPLAY_UNCONFIRMED = "replay-unconfirmed", "if this stays, the replay endpoint belongs to another engine or rank"
+    REPLAY_UNCONFIRMED = "replay-unconfirmed", "if this stays, the topic is wrong, or the replay endpoint is of another rank"
     IDENTITY = "identity", f"{_CLEAR_ADVICE}; a larger buffer_steps of the engine lets the service verify the stream"
     LOST = "lost", f"{_CLEAR_ADVICE}; a larger buffer_steps of the engine avoids it"
     REJECTED = "rejected", f"{_CLEAR_ADVICE}; check whether the engine's release is newer than kvevents; {_CHECK_ADVICE}"

@@ -97,7 +97,9 @@ class AnswerReader:
             self.end_distrust()
             deliverer.degrade(DegradedReason.REPLAY_UNCONFIRMED)
             self._retries_distrusted = True
-        self.checks.probe(deliverer.now)
+        self.checks.probe(deliverer.now, deliverer.order.next_seq)
+        if self.checks.only_replayed >= self._limits.max_conflicts:  # another engine's replay, or the topic matches nothing
+            deliverer.degrade(DegradedReason.REPLAY_UNCONFIRMED)
         self._open(self._fetch_from_fingerprints(Purpose.PROBE), deliverer.cross_check.last_live)
 
     def _fetch_from_missing(self) -> ReplayFetch:
@@ -214,7 +216,7 @@ class AnswerReader:
             self._retry(fetch, needs_new_connection=True)
             return None
         deliverer.degrade(DegradedReason.REPLAY_SILENT)
-        self.checks.probe(deliverer.now)
+        self.checks.probe(deliverer.now, deliverer.order.next_seq)
         return (Input.FETCH_FAILED,)
 
     @property

@@ -179,11 +179,16 @@ class CheckSchedule:
         """Number of consecutive answers that end with the requested batch, although newer live batches have arrived."""
         self.probes = 0
         """Number of probes since the last live batch."""
+        self.only_replayed = 0
+        """Number of probes since the last live batch after which new batches came by replay alone."""
+        self._next_seq = 0
         self.probe_at = ALWAYS_DUE
         """Time of the next probe of the tail, unless a live batch arrives earlier."""
 
-    def probe(self, now: float) -> None:
-        """Schedule the next probe, after a probe or an unanswered request."""
+    def probe(self, now: float, next_seq: int) -> None:
+        """Schedule the next probe, after a probe or an unanswered request. `next_seq` is the next number to deliver."""
+        self.only_replayed = self.only_replayed + (next_seq > self._next_seq) if self.probes else 0
+        self._next_seq = next_seq
         self.probes += 1
         self.probe_at = now + self._pause(self.probes)
 
@@ -194,7 +199,7 @@ class CheckSchedule:
 
     def reset_comparisons(self) -> None:
         """Request the next comparison at once, and forget the results of earlier comparisons."""
-        self.failed_comparisons = self.answers_behind_live = 0
+        self.failed_comparisons = self.answers_behind_live = self.only_replayed = 0
         self.compare_at = ALWAYS_DUE
 
     def _pause(self, failures: int) -> float:

@@ -39,7 +39,8 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_probe_interval: Seconds = 30.0
     """Maximum pause in seconds between two checks of a quiet stream. Pauses double up to this value."""
     max_conflicts: Positive = 3
-    """Number of consecutive conflicts between replay and the live stream after which the replay endpoint is distrusted."""
+    """Number of consecutive conflicts between replay and the live stream after which the replay endpoint is distrusted.
+    After as many probes with new batches, of which none came live, replay counts as unconfirmed."""
     distrust_cooldown: Seconds = 60.0
     """Seconds until a distrusted replay endpoint is queried again. An engine that restarts repeatedly also causes conflicts."""
     max_replayed_digests: Positive = 256

@@ -18,7 +18,7 @@ class DegradedReason(enum.Enum):
     NO_REPLAY = "no replay endpoint: what is lost stays lost, and losses at the tail cannot be seen"
     REPLAY_SILENT = "the replay endpoint does not answer"
     REPLAY_FOREIGN = "the replay endpoint answers for another stream"
-    REPLAY_UNCONFIRMED = "the replay endpoint contradicted the live stream and has not agreed with it since"
+    REPLAY_UNCONFIRMED = "the replay endpoint contradicted the live stream, or has batches that do not come live"
     IDENTITY = "after a reconnect, the publisher could not be verified to be the same process"
     LOST = "batches are permanently lost, or history is truncated"
     REJECTED = "a batch held events that could not be read"
