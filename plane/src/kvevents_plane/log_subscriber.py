@@ -443,7 +443,7 @@ class LogSubscriber:
         if (best := self._best_report(partition, stream)) is not None:
             return Trust(best.trust, printable(best.reason))
         if stream.trust_reports:
-            return Trust.STALE.with_reason("no bridge that follows the stream is alive")
+            return Trust.STALE.with_reason("no bridge writes the stream's batches; check that one runs and can write")
         return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
 
     def _best_report(self, partition: int, stream: StreamState) -> TrustRecord | None:

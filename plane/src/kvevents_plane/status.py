@@ -68,7 +68,7 @@ class PartitionView(msgspec.Struct, frozen=True):
             return [self.fault]
         faults = [f"{self.stream_fault}; bridges refuse it when they start: {REPAIR_ADVICE}"] if self.stream_fault else []
         faults += [] if self.bridges else ["no bridge writes"]
-        check = f"for more than {self.alive_seconds:g} s; check that the bridges run"
+        check = f"for more than {self.alive_seconds:g} s; check that the bridges run and can write"
         if self.bridges and len(self.silent) == len(self.bridges):
             faults.append(f"no bridge has written {check}")
         else:
