@@ -313,7 +313,13 @@ class Adversary:
             return self._store_without_tokens(stream)
         if what < 248:
             return self._store_invalid(stream)
-        scopes: list[dict[str, Any]] = [{}, {"medium": "cpu"}, {"group_idx": 1}, {"medium": "GPU", "group_idx": 0}]
+        scopes: list[dict[str, Any]] = [
+            {},
+            {"medium": "*"},
+            {"medium": "cpu"},
+            {"group_idx": 1},
+            {"medium": "GPU", "group_idx": 0},
+        ]
         return cleared(**self.choices.choose(scopes if stream.style != "old" else scopes[:1]))
 
     def _remove(self, stream: Stream, count: int) -> KVEvent:

@@ -196,6 +196,8 @@ class Stream:
         tier = None if medium in {None, MEDIUM_ALL} else tier_of(medium)
         meant: Callable[[Plane], bool] = lambda plane: tier in (None, plane.tier) and group_idx in (None, plane.group)  # noqa: E731
         self.waiting = [item for item in self.waiting if not meant(item.plane)]
+        if medium == MEDIUM_ALL and group_idx is None:  # the next events can be those of another engine
+            self.rules, self.copied_levels, self.empties_host = {}, set(), False
         if medium is None and group_idx is None:
             meant = lambda plane: plane.level <= int(self.empties_host)  # noqa: E731
         for block in self.all:

@@ -11,6 +11,7 @@ import pytest
 from index_cases import Feed, cleared, removal, store, tokens_of
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, PrefixIndex
+from kvevents.publisher.compaction import Compactor
 from kvevents.stream import Batch, DegradedReason, RawBatch, Reset, Source, Stream
 from kvevents.wire import encode_batch
 
@@ -329,3 +330,30 @@ def test_a_late_report_does_not_replace_a_newer_one() -> None:
     assert orphaned.report is not None
     consumer.stream.report(RawBatch("a", 0, 0, 0, False, b""), orphaned.report)
     assert not consumer.is_estimate()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        [store([1, 2], range(8), 4), store([3], range(8), 8)],
+        [store([1], range(4), 4, group_idx=0), store([1], [], 4, **WINDOW)],
+        [page([1, 2, 3, 4], None)],
+    ],
+    ids=["sizes", "window", "page-hashes"],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_clear_of_all_tiers_forgets_the_engine(first: list[KVEvent], is_late: bool) -> None:
+    """A relay sends this clear when its engine has restarted, and the next engine can have other blocks, groups and hashes.
+
+    A late consumer gets a snapshot, which does not have the groups of the former engine either.
+    """
+    index, compactor = PrefixIndex(), Compactor.create()
+    assert compactor is not None
+    batches: list[list[KVEvent]] = [first, [cleared(), cleared(medium="*")], [store([1, 2], range(8), 4, group_idx=0)]]
+    payloads = [encode_batch(KVEventBatch(1.0, events)) for events in batches]
+    for payload in payloads:
+        compactor.append(payload)
+    for seq, payload in enumerate(compactor.payloads(1 << 20, 1.0) or () if is_late else payloads):
+        index.apply_payload("a", 0, seq, payload)
+    found = index.worker("a")
+    assert (tokens_of(index, list(range(8))), found.estimate, found.block_sizes) == (8, None, [4])

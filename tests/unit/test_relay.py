@@ -375,6 +375,23 @@ def test_an_estimate_is_reported_again_after_a_restart_of_the_upstream(scenario:
         scenario.upstream.restart()
 
 
+@pytest.mark.parametrize("settings", CHANGES, ids=str)
+def test_an_engine_that_restarts_can_have_other_hashes(scenario: World, settings: dict[str, Any]) -> None:
+    """What was learned about the former engine ends with it, for the relay and for early and late consumers."""
+    scenario.begin(buffer_steps=3, **settings)
+    early = scenario.consumer()
+    scenario.upstream.publish_events(*ESTIMATES["pages alone"])
+    scenario.confirm()
+    assert [scenario.relay.trust().name, early.trust.name] == ["DEGRADED"] * 2
+    scenario.upstream.restart()
+    for number in range(100, 110):
+        scenario.upstream.store(number)
+    scenario.confirm()
+    late = scenario.consumer()
+    scenario.confirm()
+    assert [scenario.relay.trust().name, early.trust.name, late.trust.name] == ["EXACT"] * 3
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 50])
 def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(scenario: World, steps: int) -> None:
     """A snapshot has no trust, and the next heartbeat can be far away. So the replay buffer always holds a heartbeat."""

@@ -451,9 +451,16 @@ impl State {
             return Ok(());
         }
         if medium == Some(EVERY_TIER) && group.is_none() {
-            (self.blocks, self.waiting, self.unkept) = (Blocks::default(), Queue::default(), UnkeptCopies::default());
-            self.announcements = Announcements::default();
-            self.evidence.empty_all();
+            let invalid = self.invalid.filter(|&reason| reason != "groups");
+            self.evidence.begin_engine();
+            let ended = u64::from(self.invalid != invalid);
+            self.evidence.set_aside = self.evidence.set_aside.saturating_sub(ended);
+            *self = Self {
+                evidence: self.evidence,
+                invalid,
+                clear_budget: self.clear_budget,
+                ..Self::default()
+            };
             return Ok(());
         }
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));

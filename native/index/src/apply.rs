@@ -19,7 +19,8 @@ use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// The medium that a clear names if all tiers are certainly empty after the clear. Only publishers of kvevents name this medium.
+/// The medium that a clear names if all tiers are certainly empty after the clear, and the next events can be those of another engine. Only
+/// publishers of kvevents name this medium: a snapshot begins with such a clear and announces all groups again.
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
@@ -144,9 +145,8 @@ impl Stream {
             return true;
         }
         if read.bytes(event.medium) == Some(EVERY_TIER) && event.group.is_none() {
-            self.remove_all(writer);
-            self.leave_placements(writer);
-            self.evidence.empty_all();
+            self.begin_engine(writer);
+            self.evidence.begin_engine();
             return false;
         }
         if let Some(tier) = medium.as_ref().filter(|_| event.group.is_none()) {

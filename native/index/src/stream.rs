@@ -402,6 +402,18 @@ impl Stream {
 
     /// Begins another incarnation of the publisher, and removes everything that belongs to the previous incarnation.
     pub fn begin_incarnation(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
+        self.begin_engine(writer);
+        self.evidence = Evidence::default();
+        self.reported = Some(None);
+        self.clear_budget = ClearBudget::default();
+        self.evicted_when_whole = self.counters.evicted;
+        self.incarnation = incarnation;
+        self.stated_ranks = StatedRanks::default();
+        self.published_incarnation.store(incarnation, Ordering::Relaxed);
+    }
+
+    /// Removes all blocks, and forgets everything that was learned about the engine: the next events can be those of another engine.
+    pub fn begin_engine(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.remove_all(writer);
         self.leave_placements(writer);
         self.groups.forget();
@@ -409,15 +421,10 @@ impl Stream {
         (self.misses_salts, self.has_new_groups, self.cache_drops_left) = (false, false, MAX_CACHE_DROPS);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
-        self.evidence = Evidence::default();
-        self.reported = Some(None);
-        self.clear_budget = ClearBudget::default();
-        self.evicted_when_whole = self.counters.evicted;
+        self.salted.clear();
         writer.drop_schemes(self.number);
         writer.use_lookup(self.number, None);
-        (self.incarnation, self.last) = (incarnation, -1);
-        self.stated_ranks = StatedRanks::default();
-        self.published_incarnation.store(incarnation, Ordering::Relaxed);
+        self.last = -1;
     }
 
     /// Removes all blocks of the stream, and removes the stream from the shared state.

@@ -59,7 +59,7 @@ class PassThrough:
 
 
 def clear_of_all_tiers() -> list[KVEvent]:
-    """Return two clears that empty all tiers at any consumer; a clear that names no tier might leave blocks in lower tiers."""
+    """Return two clears that empty all tiers at any consumer. The second also makes consumers forget the engine's groups."""
     return [AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL})]
 
 

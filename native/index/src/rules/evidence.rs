@@ -92,13 +92,6 @@ impl Evidence {
         if self.has_host_clears { 0b11 } else { 0b1 }
     }
 
-    /// Drops the evidence about blocks after a clear of all tiers.
-    pub fn empty_all(&mut self) {
-        (self.unknown_levels, self.has_extra_keys, self.has_loras) = (0, false, false);
-        (self.has_unkeyed_root, self.has_bare_root) = (false, false);
-        (self.has_refused, self.has_dropped) = (false, false);
-    }
-
     /// Records that the index refused blocks at the memory limit.
     pub fn note_refused(&mut self) {
         (self.is_whole, self.has_refused) = (false, true);
@@ -107,6 +100,15 @@ impl Evidence {
     /// Records that the index dropped blocks that waited for their parents.
     pub fn note_dropped(&mut self) {
         (self.is_whole, self.has_dropped) = (false, true);
+    }
+
+    /// Drops the evidence about blocks and about the engine after a clear of all tiers.
+    pub fn begin_engine(&mut self) {
+        *self = Self {
+            is_whole: self.is_whole,
+            set_aside: self.set_aside,
+            ..Self::default()
+        };
     }
 
     /// Begins new evidence after a clear that names no tier. `dropped` are the levels, as bits, on which the stream no longer lists all
