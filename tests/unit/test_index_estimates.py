@@ -151,16 +151,29 @@ def test_a_hash_alone_is_credited_in_any_order_or_ends_exact(order: tuple[str, .
     assert not consumer.is_estimate(), "what was unknown has been removed"
 
 
-def test_orphans_that_the_index_itself_has_caused_are_no_contradiction() -> None:
-    """A block that was refused at the memory limit, or dropped from the queue, can be the parent."""
-    feed = Feed(PrefixIndex(memory_limit=1))
-    feed(store([1], [1, 1], 2), store([2], [2, 2], 2, 1))
-    assert feed.index.worker(feed.worker).estimate is None
-    feed = Feed(PrefixIndex(limits=IndexLimits(max_orphans=1)))
-    feed(store([2], [2, 2], 2, 1), store([3], [3, 3], 2, 9))
-    assert feed.index.worker(feed.worker).estimate is None
-    feed(cleared(), store([2], [2, 2], 2, 1))
-    assert feed.index.worker(feed.worker).estimate == "unknown-parents"
+def test_blocks_that_limits_have_cost_are_set_aside() -> None:
+    """A refused block is no contradiction to the blocks after it, but lookups do not find it."""
+    for index in (PrefixIndex(memory_limit=1), PrefixIndex(limits=IndexLimits(max_orphans=1))):
+        feed = Feed(index)
+        feed(store([2], [2, 2], 2, 1), store([3], [3, 3], 2, 9))
+        assert index.worker(feed.worker).estimate == "set-aside"
+        feed(cleared())
+        assert index.worker(feed.worker).estimate is None
+    feed(store([2], [2, 2], 2, 1))
+    assert index.worker(feed.worker).estimate == "unknown-parents"
+
+
+def test_orphans_above_the_limit_do_not_end_the_estimate() -> None:
+    """Their parents were never announced either, and the index has forgotten them."""
+    index = PrefixIndex(limits=IndexLimits(max_orphans=2))
+    feed = Feed(index)
+    for number in range(1, 5):
+        feed(store([number], [number, 1], 2, 90 + number))
+        assert index.worker(feed.worker).estimate in {"unknown-parents", "set-aside"}
+    feed(removal(3), removal(4))
+    assert index.worker(feed.worker).estimate == "set-aside"
+    feed(cleared())
+    assert index.worker(feed.worker).estimate is None
 
 
 def test_an_estimate_survives_a_snapshot_of_the_index_and_ends_with_an_incarnation() -> None:

@@ -6,7 +6,7 @@ use crate::rules::evidence::Evidence;
 /// A reason why answers about a stream are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Estimate {
-    /// Some stores could not be used; the value is the number of these stores.
+    /// Some stores could not be used, or the index lacks blocks because of a limit; the value is the least number of these stores.
     SetAside(u64),
     /// For some blocks on the device, the parent or the tokens were never announced; the value is the number of these blocks.
     UnknownParents(u64),
@@ -63,6 +63,8 @@ impl Stream {
     pub fn estimate(&self) -> Option<Estimate> {
         let Evidence {
             set_aside,
+            has_refused,
+            has_dropped,
             has_page_hashes,
             unknown_levels,
             ..
@@ -70,6 +72,8 @@ impl Stream {
         let parents = self.unknown_parents();
         if set_aside > 0 {
             Some(Estimate::SetAside(set_aside))
+        } else if has_refused || has_dropped && !self.may_omit_parents() {
+            Some(Estimate::SetAside(1))
         } else if parents > 0 {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
@@ -107,15 +111,19 @@ impl Stream {
     }
 
     /// Whether the parent or the tokens of each pending block were certainly never announced. False if batches or blocks are known to be
-    /// missing. Also false for an engine with several groups: if block sizes differ, vLLM hashes parts of blocks, names them as parents,
-    /// and never announces them. Also false for an engine with a window alone, which names blocks before the window as parents.
+    /// missing, or if the engine need not announce them.
     fn are_pending_certain(&self) -> bool {
-        let has_gaps = match self.groups.all() {
+        !self.waiting.is_empty() && self.evidence.is_whole && !self.may_omit_parents()
+    }
+
+    /// Whether the engine names parents that it never announces. An engine with several groups does: if block sizes differ, vLLM hashes parts
+    /// of blocks and names them as parents. An engine with a window alone does too: it names blocks before the window.
+    fn may_omit_parents(&self) -> bool {
+        match self.groups.all() {
             [] => false,
             [group] => !group.kind.is_full(),
             _ => true,
-        };
-        !self.waiting.is_empty() && self.evidence.is_whole && !has_gaps
+        }
     }
 
     /// The estimate that `take_new_estimate` last returned.
