@@ -1239,7 +1239,7 @@ def test_a_worker_reports_its_block_sizes_and_its_tiers(index: PrefixIndex, feed
     assert (info.block_sizes, info.tiers) == ([2, 4], {"gpu": 2, "cpu": 1})
     feed(cleared(medium="*"))
     (info,) = index.workers()
-    assert (info.block_sizes, info.tiers) == ([2, 4], {})
+    assert (info.block_sizes, info.tiers) == ([], {})
     index.apply(Reset("a", 0, 1, "restarted"))
     (info,) = index.workers()
     assert (info.block_sizes, info.tiers) == ([], {})

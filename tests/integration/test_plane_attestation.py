@@ -37,11 +37,12 @@ def watch_of(engine: AttestingEngine) -> Watch:
 
 def fill(engine: AttestingEngine, first: int, count: int = 60) -> None:
     """Store blocks in two groups, some twice, and remove some. All are on the GPU, since an engine attests no other tier."""
+    full: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
     for number in range(first, first + count):
-        engine.publish(block(number), block(number, **window))
+        engine.publish(block(number, **full), block(number, **window))
         if number % 3 == 0:
-            engine.publish(block(number))
+            engine.publish(block(number, **full))
         if number % 4 == 0:
             engine.publish(BlockRemoved([number], "GPU"))
 

@@ -219,6 +219,10 @@ def test_a_snapshot_has_the_blocks_that_were_keyed() -> None:
     assert compactor is not None
     compactor.append(batch_of(make_store(block_hashes=[1, 2, 3], token_ids=[*range(8), "x", 1, 2, 3], block_size=SIZE)))
     _, payload = compactor.payloads(1 << 20, 1.0) or []
-    (event,) = decode_batch(payload).batch.events
+    event, sign = decode_batch(payload).batch.events
     assert isinstance(event, BlockStored)
+    assert isinstance(sign, BlockStored)
     assert event.block_hashes == [1, 2]
+    # The sign lets consumers of the snapshot notice that the third block could not be used.
+    index = index_of(event, sign)
+    assert [each.estimate for each in index.workers()] == ["set-aside"]
