@@ -151,12 +151,12 @@ def test_a_hash_alone_is_credited_in_any_order_or_ends_exact(order: tuple[str, .
     assert not consumer.is_estimate(), "what was unknown has been removed"
 
 
-def test_blocks_that_limits_have_cost_are_set_aside() -> None:
+def test_matches_are_estimates_while_limits_have_cost_blocks() -> None:
     """A refused block is no contradiction to the blocks after it, but lookups do not find it."""
     for index in (PrefixIndex(memory_limit=1), PrefixIndex(limits=IndexLimits(max_orphans=1))):
         feed = Feed(index)
         feed(store([2], [2, 2], 2, 1), store([3], [3, 3], 2, 9))
-        assert index.worker(feed.worker).estimate == "set-aside"
+        assert index.worker(feed.worker).estimate == "limits"
         feed(cleared())
         assert index.worker(feed.worker).estimate is None
     feed(store([2], [2, 2], 2, 1))
@@ -169,9 +169,9 @@ def test_orphans_above_the_limit_do_not_end_the_estimate() -> None:
     feed = Feed(index)
     for number in range(1, 5):
         feed(store([number], [number, 1], 2, 90 + number))
-        assert index.worker(feed.worker).estimate in {"unknown-parents", "set-aside"}
+        assert index.worker(feed.worker).estimate == ("unknown-parents" if number < 3 else "limits")
     feed(removal(3), removal(4))
-    assert index.worker(feed.worker).estimate == "set-aside"
+    assert index.worker(feed.worker).estimate == "limits"
     feed(cleared())
     assert index.worker(feed.worker).estimate is None
 

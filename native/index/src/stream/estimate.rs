@@ -6,8 +6,10 @@ use crate::rules::evidence::Evidence;
 /// A reason why answers about a stream are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Estimate {
-    /// Some stores could not be used, or the index lacks blocks because of a limit; the value is the least number of these stores.
+    /// Some stores could not be used; the value is the number of these stores.
     SetAside(u64),
+    /// The index refused blocks at its memory limit, or dropped blocks that waited for their parents.
+    Limits,
     /// For some blocks on the device, the parent or the tokens were never announced; the value is the number of these blocks.
     UnknownParents(u64),
     /// The hash of a page does not cover the pages before it (some releases of SGLang). So a parent's hash can be that of several blocks.
@@ -26,6 +28,7 @@ impl Estimate {
     pub fn code(self) -> &'static str {
         match self {
             Self::SetAside(_) => "set-aside",
+            Self::Limits => "limits",
             Self::UnknownParents(_) => "unknown-parents",
             Self::PageHashes => "page-hashes",
             Self::InexactTiers => "inexact-tiers",
@@ -37,7 +40,7 @@ impl Estimate {
     pub fn count(self) -> u64 {
         match self {
             Self::SetAside(count) | Self::UnknownParents(count) => count,
-            Self::PageHashes | Self::InexactTiers | Self::Groups(_) => 0,
+            Self::Limits | Self::PageHashes | Self::InexactTiers | Self::Groups(_) => 0,
         }
     }
 
@@ -73,7 +76,7 @@ impl Stream {
         if set_aside > 0 {
             Some(Estimate::SetAside(set_aside))
         } else if has_refused || has_dropped && !self.may_omit_parents() {
-            Some(Estimate::SetAside(1))
+            Some(Estimate::Limits)
         } else if parents > 0 {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {

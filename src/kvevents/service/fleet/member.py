@@ -216,7 +216,8 @@ class Member(Struct, eq=False):
             sizes = ", ".join(map(str, observed_sizes))
             sentence = f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}"
             faults.append(SourceFault(Reason.BLOCK_SIZE, sentence))
-        if (estimate := self.info.estimate) is not None:
+        estimate = self.info.estimate
+        if estimate is not None and estimate != "limits":  # limits have reasons of their own, below
             reason = _REASONS_OF_ESTIMATES.get(estimate, Reason.ESTIMATED_MATCHES)
             faults.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
         if self.info.lacks_refused:
