@@ -15,11 +15,11 @@ import zmq
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.index import PrefixIndex
 from kvevents.routing import LoadSettings, LoadSource, LoadSubscriber
-from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import MAX_METRICS_BYTES
 from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
+from kvevents.wire.load import EngineLoad
 from load_cases import RECORDED, LoadServer
 from name_cases import (
     Names,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.routing import LeastLoaded, LeastLoadedSettings, Router
-from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
+from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from wire_cases import msgpack_values, pack
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "load_stats.json").read_text())

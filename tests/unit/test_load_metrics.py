@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
-from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import LoadError, LoadSettings, ReportedLoad, check_load_url
 from kvevents.service.discovery.provider import RankEndpoint, Template, parse_table
 from kvevents.service.settings import DnsTable
 from kvevents.settings import convert
+from kvevents.wire.load import EngineLoad
 
 VLLM = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()
 """A part of the metrics that vLLM 0.32's own logger reports for two ranks."""

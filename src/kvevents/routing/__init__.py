@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from kvevents.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from kvevents.routing.engine_load import EngineLoad
     from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource
     from kvevents.routing.load_subscriber import LoadSubscriber
     from kvevents.routing.policies import (
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker
     from kvevents.routing.router import MAX_IN_FLIGHT, Decision, NoWorkerError, Router
     from kvevents.routing.weights import TIER_WEIGHTS, TRUST_WEIGHTS
+    from kvevents.wire.load import EngineLoad
 
 __all__ = [
     "MAX_IN_FLIGHT",
@@ -73,7 +73,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "kvevents.routing.engine_load": "EngineLoad",
+        "kvevents.wire.load": "EngineLoad",
         "kvevents.routing.load_readings": "LoadReading LoadSettings LoadSource",
         "kvevents.routing.load_subscriber": "LoadSubscriber",
         "kvevents.routing.policies": (

@@ -23,9 +23,9 @@ from msgspec import Struct
 from kvevents.endpoints import HTTP_SCHEMES, split_url, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.prometheus import require_prometheus
-from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
 from kvevents.routing.policy_types import Worker
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
+from kvevents.wire.load import LOAD_TOPIC, EngineLoad
 from kvevents.zeromq.keys import Curve
 
 _logger: Final = logging.getLogger(__name__)

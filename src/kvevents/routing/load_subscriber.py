@@ -21,10 +21,10 @@ import zmq
 
 from kvevents.closeable import Closeable
 from kvevents.endpoints import needs_ipv6
-from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, RankLoad, is_load_url
 from kvevents.routing.policy_types import Worker
 from kvevents.wire.framing import Malformed, parse_live
+from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.zeromq.name_resolver import Lookup, NameResolver, has_name
 from kvevents.zeromq.sockets import SocketOptions, connect_or_bind, endpoint_errors, open_source_socket, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets

@@ -13,11 +13,11 @@ from msgspec.structs import astuple
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.policies import DECODING_WEIGHT, nearest
 from kvevents.routing.policy_types import IDLE, Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
 from kvevents.routing.weights import describe_tiers, distance_of
 from kvevents.stream import Trust
+from kvevents.wire.load import EngineLoad
 
 MAX_IN_FLIGHT: Final = 65_536
 """Default limit of requests in flight: four times 64 workers with 256 requests each. A request takes about 250 bytes."""

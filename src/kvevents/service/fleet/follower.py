@@ -17,12 +17,12 @@ import msgspec
 from kvevents.errors import KVEventsError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import LoadReading, LoadSettings, LoadSource, LoadSubscriber
-from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.load_readings import is_load_url
 from kvevents.service.fleet.registration import NAME_SEPARATOR, Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
+from kvevents.wire.load import EngineLoad
 from kvevents.zeromq.keys import Curve
 from kvevents_native import _native
 

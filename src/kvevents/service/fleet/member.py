@@ -16,11 +16,11 @@ from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus
 from kvevents.index import WorkerInfo
 from kvevents.index.prefix_index import describe_estimate
 from kvevents.routing import LoadReading
-from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.weights import DISTANCE_LOST, DISTANCE_SILENT, distance_of
 from kvevents.service.fleet.registration import Lease, Registration
 from kvevents.stream import DegradedReason, StreamCounters, Trust, TrustState
 from kvevents.subscriber import StreamStatus
+from kvevents.wire.load import EngineLoad
 
 MAX_GAPS: Final = 64
 """Maximum number of gaps of one stream that are listed; further gaps are only counted."""
