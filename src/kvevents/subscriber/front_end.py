@@ -127,9 +127,7 @@ class FrontEnd(Generic[BatchT]):
         """Raise `ConfigError` or `EndpointError`. `Options` explains the parameters."""
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(unknown))!r}")
-        self._clock = clock
-        self._on_change = on_change
-        self._process = os.getpid()
+        self._clock, self._on_change, self._process = clock, on_change, os.getpid()
         if not isinstance(max_concurrent_replays, int) or max_concurrent_replays < 1:
             raise ConfigError(f"invalid max_concurrent_replays {max_concurrent_replays!r}: expected at least 1")
         if not isinstance(limits, StreamLimits):

@@ -30,7 +30,7 @@ _ZONE_LABEL: Final = "topology.kubernetes.io/zone"
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
 """Known roles. A label can join several roles by hyphens, as in llm-d's `prefill-decode`; Dynamo has workers without a role."""
 _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "sglang", "serve")
-"""Names of the container port of an HTTP server. A pod without such a port: its first port that is not for events or replay."""
+"""Names of the port of an HTTP server. If a pod has none of these, the first port that is not listed below is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
 _RELAY_PREFIX: Final = "kvevents-relay"
