@@ -38,7 +38,7 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
         engine.publish_next(500)
         log = wait_until_complete(Log(plane), engine)
         assert log.numbers() == list(range(500))
-        assert bridge.written == 500
+        wait_for("the last acknowledgement", lambda: bridge.written == 500, SECONDS)
         assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
         engine.publish_next()  # the other batches may all have been replayed
@@ -60,7 +60,8 @@ def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
             wait_for("both to write", lambda: a.written > 50 and b.written > 50, SECONDS)
         log = wait_until_complete(Log(plane), one, two)
         assert log.numbers("e1") == list(range(one.truth.count))
-        assert a.written + b.written == one.truth.count + two.truth.count
+        batches = one.truth.count + two.truth.count
+        wait_for("the last acknowledgement", lambda: a.written + b.written == batches, SECONDS)
         assert a.invalid_records == b.invalid_records == 0
         log.wait_for(
             "both to be EXACT", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH

@@ -489,6 +489,15 @@ def test_a_page_of_another_bridge_withdraws_the_page_in_flight() -> None:
     assert build_page(one).records == first.records
 
 
+def test_a_stored_page_without_an_acknowledgement_counts_as_written() -> None:
+    one, other = (new_builder(name, JoinRecord(*KEY, b""), *batch_records(2)) for name in "ab")
+    page = build_page(one)
+    one.withdraw()
+    for builder in (one, other):
+        builder.apply(1, page)
+    assert (one.written, other.written) == (2, 0)
+
+
 def test_acknowledging_a_page_drops_no_records_of_a_stream_that_was_resubscribed_meanwhile() -> None:
     """Its records belong to the earlier subscription. The log decides which of the new records are written."""
     one = new_builder("a", JoinRecord(*KEY, b""), batch_record(0), batch_record(1))

@@ -326,10 +326,9 @@ class PageBuilder:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return []
-        events = self._update_queues(self.state.first_page, self.state.apply(position, in_flight.page))
+        events = self._take_events(in_flight.page.name, self.state.first_page, self.state.apply(position, in_flight.page))
         for selection in in_flight.selections:
             self._commit(selection)
-        self.written += sum(isinstance(event, RawBatch) for event in events)
         return events
 
     def withdraw(self) -> None:
@@ -356,15 +355,20 @@ class PageBuilder:
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
         """Apply a page of any bridge, and return its events. The server will then reject the page in flight."""
         self.withdraw()
-        return self._update_queues(self.state.first_page, self.state.apply(position, page))
+        return self._take_events(page.name, self.state.first_page, self.state.apply(position, page))
 
     def receive(self, message: ReceivedMessage, partition: int) -> None:
         """Apply a message that was read. The server will then reject the page in flight."""
         self.withdraw()
-        self._update_queues(self.state.first_page, self.state.receive(message, partition))
+        self._take_events(message.name, self.state.first_page, self.state.receive(message, partition))
 
-    def _update_queues(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
-        """Update the queues after events; `first_page` is the value of `state.first_page` before the events."""
+    def _take_events(self, name: str, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
+        """Update the queues and counts after the events of a page; `first_page` is `state.first_page` before the events.
+
+        The server may have stored a page of this builder although no acknowledgement arrived.
+        """
+        if name.startswith(f"{self._builder_id}#"):
+            self.written += sum(isinstance(event, RawBatch) for event in events)
         if self.state.first_page != first_page:
             self.reset_reason = ""
         for event in events:
