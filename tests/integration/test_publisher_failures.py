@@ -142,6 +142,7 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
         monkeypatch.setattr(DigestTracker, "apply", raise_panic)
         publisher.publish(batch(0))
         wait_until(lambda: publisher.stats().failures == {"heartbeat": 1}, "heartbeats to be switched off")
+        wait_until(lambda: is_drained(publisher), "the batch to be sent, after any heartbeat that was being sent")
         sent = publisher.stats().heartbeats
         for number in range(1, 20):
             publisher.publish(batch(number))
