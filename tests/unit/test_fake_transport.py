@@ -88,6 +88,19 @@ def test_restarts_gaps_and_a_dead_replay_endpoint_are_reported(transport: FakeTr
         assert "does not answer" in subscriber.trust("e").reason
 
 
+def test_the_log_names_the_first_message_that_is_not_a_batch(
+    transport: FakeTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without this line, the port of another publisher looks like an idle engine."""
+    engine = transport.engine(ENDPOINT)
+    with subscribe(transport, replay=False) as subscriber:
+        engine.send_raw([b"garbage"])
+        engine.send_raw([b"garbage"])
+        assert subscriber.receive(0.1) is None
+    lines = [record.getMessage() for record in caplog.records if "not a batch" in record.getMessage()]
+    assert lines == ["e rank 0: ignored a message that is not a batch: not 3 frames; check the ports"]
+
+
 def test_raw_frames_can_be_sent_and_without_a_replay_endpoint_nothing_is_requested(transport: FakeTransport) -> None:
     """Any frames can be sent. Without a replay endpoint the subscriber sends no request."""
     engine = transport.engine(ENDPOINT)
