@@ -268,6 +268,22 @@ def test_a_tape_works_with_ipc_endpoints(connect: Connect, tmp_path: Path) -> No
         assert peer.request_and_receive(0) == [END]
 
 
+def test_a_tape_does_not_take_the_ipc_path_of_another_socket(tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/both"
+    with pytest.raises(EndpointError, match="Address already in use"):
+        TapePlayer(batches(1), endpoint=path, replay_endpoint=path)
+
+
+def test_a_tape_waits_out_a_gap_that_is_too_long_for_zeromq(connect: Connect) -> None:
+    """Such a gap is recorded if the clock is set. The tape answers meanwhile."""
+    first, second = (LiveBatch(*batch) for batch in batches(2))
+    with TapePlayer([first._replace(t=0.0), second._replace(t=1e300)]) as tape:
+        peer = connect(tape)
+        tape.start_playing(rate="recorded")
+        assert peer.seqs(1) == [0]
+        assert peer.request_and_receive(0) == [*replayed(0), END]
+
+
 # Faults
 
 

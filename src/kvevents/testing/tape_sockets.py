@@ -18,7 +18,7 @@ from kvevents.recording import LiveBatch
 from kvevents.testing.playlist import Faults, Playlist, Reply
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
-from kvevents.zeromq.sockets import endpoint_errors
+from kvevents.zeromq.sockets import check_path, endpoint_errors
 
 BIND_SECONDS: Final = 5.0
 """Maximum time for which a bind waits for its port, because libzmq closes a listener shortly after its socket."""
@@ -291,6 +291,7 @@ def _bind_socket(socket: zmq.Socket[bytes], port: ReservedPort) -> str:
     deadline = time.monotonic() + BIND_SECONDS
     while True:
         try:
+            check_path(port.endpoint)
             socket.bind(port.endpoint)
         except zmq.ZMQError as error:
             is_reserved = error.errno == errno.EADDRINUSE and port.holder is not None

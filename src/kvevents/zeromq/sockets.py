@@ -68,7 +68,7 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = ""
     preposition = " to" if role or not bind else ""
     with endpoint_errors(endpoint, f"cannot {verb}{subject}{preposition} {endpoint}"):
         if bind:
-            _check_path(endpoint)
+            check_path(endpoint)
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)
@@ -80,7 +80,7 @@ _MAX_CLOSING_SECONDS: Final = 0.5
 """Maximum time to wait for libzmq, which closes a socket of this process in the background."""
 
 
-def _check_path(endpoint: str) -> None:
+def check_path(endpoint: str) -> None:
     """Raise `ZMQError` if another socket listens at an `ipc://` path, because libzmq would replace its file."""
     path = endpoint.removeprefix("ipc://")
     end = monotonic() + _MAX_CLOSING_SECONDS
