@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from certificate_pairs import make_pair
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.provider import MAX_RANKS, SourceTable, Template, parse_table
 from kvevents.stream import Source
@@ -23,10 +24,11 @@ def test_ranks_of_a_table_use_consecutive_ports_like_those_of_a_source() -> None
 
 
 def test_every_field_of_a_table_is_in_the_registration() -> None:
+    pair = make_pair()
     fields = {
         "instance": "a", "endpoint": "tcp://*:1", "model": "m", "rank": 2, "replay_endpoint": "tcp://h:2", "block_size": 16,
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
-        "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
+        "curve": {"public_key": pair.public, "secret_key": pair.secret, "server_key": "k" * 40},
         "stores_only": ("cpu", "disk"), "drafts": (3,), "load": "tcp://h:3",
         "url": "http://h:8000", "labels": {"role": "decode"},
     }  # fmt: skip

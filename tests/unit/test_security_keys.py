@@ -106,6 +106,12 @@ def test_a_secret_that_others_can_read_is_rejected(tmp_path: Path, mode: int) ->
             read(path)
 
 
+def test_keys_of_two_pairs_are_rejected() -> None:
+    """With them every handshake fails, and neither end can say why."""
+    with pytest.raises(ConfigError, match=r"curve\.public_key does not belong to curve\.secret_key"):
+        Curve(public_key=make_pair().public, secret_key=make_pair().secret)
+
+
 def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A secret that is mounted into a container belongs to root, and is readable through its group."""
     pair = write_new_pair(tmp_path, "e")

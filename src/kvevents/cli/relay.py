@@ -63,7 +63,9 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     """Address at which the relay listens for Prometheus."""
 
     def relay(self) -> RelaySettings:
-        """Return the settings of the relay. Raises `ConfigError`."""
+        """Return the settings of the relay. Raises `ConfigError` and `CommandLineError`."""
+        if (self.upstream_curve_key is None) is not (self.upstream_curve_server_key is None):
+            raise CommandLineError("--upstream-curve-key and --upstream-curve-server-key need each other: give both or none")
         curve = make_curve(self.upstream_curve_key, self.upstream_curve_server_key)
         engines = [replace(engine(each), topic=self.topic_prefix, curve=curve) for each in self.upstreams]
         options = {name: getattr(self, name) for name in RelayOptions.__struct_fields__}

@@ -209,6 +209,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             if key is not None and z85_decode(key) is None:
                 sentence = f"must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
                 raise ConfigError(f"curve.{name} {sentence}{', or a file that exists' if name == 'server_key' else ''}")
+        from zmq import curve_public  # noqa: PLC0415 - settings are read in processes without zmq
+
+        if curve_public(self.secret_key.encode()).decode() != self.public_key:
+            raise ConfigError("curve.public_key does not belong to curve.secret_key; `kvevents keys NAME` creates a pair")
         if self.allowed is not None and self.server_key is not None:
             raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; remove one")
 
