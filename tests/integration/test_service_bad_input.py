@@ -515,6 +515,15 @@ def test_a_port_in_use_is_an_error_of_one_line(service: Service) -> None:
     assert "Address already in use" in line
 
 
+def test_an_http_port_that_the_service_listens_at_for_engines_is_an_error_of_one_line() -> None:
+    """Both sockets can be bound, because neither listens yet. The error names the address."""
+    with refuse_connections() as endpoint:
+        pass
+    ended = run("serve", "--port", endpoint.rpartition(":")[2], "--listen", endpoint)
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("kvevents: cannot listen at 127.0.0.1 port"), ended.err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -152,7 +152,10 @@ class _Server:
         await service.start()
         try:
             if not self._end_requested.is_set():
-                listening.listen(1_024)
+                try:
+                    listening.listen(1_024)  # two sockets can have bound a port to which neither listens
+                except OSError as error:
+                    raise _listen_error(service.settings.host, service.settings.port, error) from error
                 settings = data_plane_settings(service, answers_queries=not self._app.has_spans)
                 service.data_plane.start(listening, self._app, settings)
                 listening.close()  # The data plane has a duplicate of the descriptor.
@@ -235,5 +238,9 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listening is not None:
             listening.close()
-        raise ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; change --host or --port") from error
+        raise _listen_error(host, port, error) from error
     return listening
+
+
+def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; change --host or --port")
