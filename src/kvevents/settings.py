@@ -136,7 +136,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file. Raise `ConfigError` if the file cannot be read."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
 
 

@@ -58,10 +58,11 @@ def test_lines_of_every_form_are_published_in_order() -> None:
 def test_an_invalid_line_is_reported_and_the_others_are_published() -> None:
     lines = [STORED, "nonsense", '{"type": "BlockMoved"}', '{"block_hashes": [1]}', '{"type": "BlockRemoved"}', "7", STORED]
     lines.append(STORED.replace("[7, 8]", "[7, 99999999999999999999999]"))
+    lines.append("[" * 100_000)
     ended = run("publish", "-", *ENDPOINTS, stdin="\n".join(lines).encode())
     assert ended.code == 1
-    assert re.findall(r"^line (\d+): \S+", ended.err, re.MULTILINE) == ["2", "3", "4", "5", "6", "8"]
-    assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 invalid lines\n")
+    assert re.findall(r"^line (\d+): \S+", ended.err, re.MULTILINE) == ["2", "3", "4", "5", "6", "8", "9"]
+    assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 7 invalid lines\n")
 
 
 @pytest.mark.parametrize("options", [(), ("--connect",)])

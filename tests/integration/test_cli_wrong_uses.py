@@ -150,6 +150,7 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
         ("sim compair", "unknown command compair; did you mean compare?"),
         ("top -o jsno", "argument -o/--output: invalid value 'jsno'; did you mean 'json'? expected table, wide, json, yaml"),
         ("conform urs", "argument TARGET: invalid value 'urs'; did you mean 'ours'? expected ours, ours-publisher, dynamo,"),
+        (f"demo --requests {10**20}", f"argument --requests: invalid value '{10**20}': expected at most {sys.maxsize}"),
         ("completion tcsh", "argument SHELL: invalid value 'tcsh'; expected bash, zsh, fish"),
     ],
 )
@@ -163,6 +164,22 @@ def test_a_misspelled_word_has_a_suggestion(arguments: str, expected: str, capsy
 def test_a_replica_with_an_engine_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--nats", "nats://127.0.0.1:1", "--worker", "a=127.0.0.1:2", "--model", "m"]) == 2
     assert "a replica follows no engines, as its plane's bridges do: remove the options (--worker," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["relay", "h:1", "--hwm", "2147483648"], "--hwm is 2147483648; it must be from 1 to 2147483647"),
+        (["relay", "h:1", "--upstream-curve-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need each other"),
+        (["relay", "h:1", "--upstream-curve-server-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need"),
+        (["tail", "h:1", "--topic-prefix", "\udcff"], "an argument is not valid UTF-8"),
+    ],
+)
+def test_a_value_that_cannot_work_is_rejected_at_once(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_tls_cert_without_a_plane_names_the_option_for_https(capsys: pytest.CaptureFixture[str]) -> None:

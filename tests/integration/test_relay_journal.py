@@ -630,7 +630,7 @@ def test_a_folder_that_cannot_be_opened_is_retried(path: Path, monkeypatch: pyte
         patch.setattr(Path, "mkdir", refused)
         journal = open_journal(path)
         found = journal.recover()
-        assert found.incomplete_reason.endswith("cannot be used now: [Errno 30] Read-only file system")
+        assert found.incomplete_reason.endswith("cannot be used now: Read-only file system")
         journal.begin(9)
         assert (journal.stats().state, journal.stats().reason) == ("memory", "Read-only file system")
         journal.tick(100.0)

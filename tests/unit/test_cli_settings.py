@@ -189,6 +189,7 @@ def wrong_settings() -> Iterator[Any]:
     yield "serve", [], {"INSECURE": "perhaps"}, "", "KVEVENTS_SERVE_INSECURE: invalid value 'perhaps': Expected `bool`"
     yield "serve", [], {"ACCESS_ANONYMOUS": "x"}, "", "KVEVENTS_SERVE_ACCESS_ANONYMOUS: invalid value 'x': expected none, read"
     yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
+    yield "serve", [], {}, "a = " + "[" * 100_000, "cannot read FILE: maximum recursion depth"
     yield "serve", ["--host", "10.0.0.1"], {}, "", "--host 10.0.0.1 is reachable from other machines"
     yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum is 2.0; it must be from 0 to 1"
     yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert"

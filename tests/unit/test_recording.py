@@ -164,10 +164,17 @@ def test_bytes_after_a_complete_gzip_member_begin_another_one_or_are_an_error(
 
 
 @pytest.mark.parametrize(
-    "text", ["hello\n", '{"socket":"sub","run":"r","frames":[]}\n', '{"socket":"pub","run":"r","frames":["*"]}\n']
+    "text",
+    [
+        "hello\n",
+        '{"socket":"meta","run":"r","frames":[],"meta":{"a":' + "[" * 100_000 + "\n",
+        '{"socket":"sub","run":"r","frames":[]}\n',
+        '{"socket":"pub","run":"r","frames":["*"]}\n',
+    ],
+    ids=["text", "nested", "socket", "base64"],
 )
 def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
-    """Other files, unknown sockets and broken base64 are errors, not frames."""
+    """Other files, deeply nested lists, unknown sockets and broken base64 are errors, not frames."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(RecordingError, match=r"notes\.txt, line 1: not a frame of a recording: "):

@@ -76,6 +76,7 @@ def test_at_most_the_limit_of_lines_is_read(tmp_path: Path) -> None:
         ('{"time": 1}', "neither of the keys hash_ids and at"),
         (PLAIN.replace("[1, 2]", "[-1]"), "tokens"),
         (MOONCAKE.replace("600", "6000"), "needs 12 hash_ids"),
+        ('{"at":' + "[" * 100_000, "recursion"),
         (MOONCAKE.replace("2000", "1000"), "1.0 s, but the previous line's time is 1.5 s: sort"),
     ],
 )

@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with handling_signals():
             words = list(sys.argv[1:] if argv is None else argv)
+            if any("\udc80" <= letter <= "\udcff" for letter in "".join(words)):
+                raise UsageError("an argument is not valid UTF-8; rename the file or correct the value")
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
             elif words in [[], *([group.name] for group in COMMANDS if isinstance(group, CommandGroup))]:  # Without a command.

@@ -100,7 +100,7 @@ class LinePublisher:
             if batch is not None:
                 # Detect errors here. In the publisher an error would leave a gap, because batches get numbers before encoding.
                 encode_batch(batch, self._dialect)
-        except (ValueError, EncodeError) as error:
+        except (ValueError, EncodeError, RecursionError) as error:
             self.invalid += 1
             self._console.note(Span(f"line {number}: {error}", "warn"))
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -72,11 +73,12 @@ def size(text: str) -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: float = math.inf, noun: str = "value") -> int:
+def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: int = sys.maxsize, noun: str = "value") -> int:
     """Return a whole number from `minimum` to `maximum`. Errors contain `expected`, and call the value `noun`."""
-    if not text.isascii() or not text.isdecimal() or not minimum <= int(text) <= maximum:
-        raise ConfigError(f"invalid {noun} {text!r}: expected {expected}")
-    return int(text)
+    value = int(text[:20]) if text.isascii() and text.isdecimal() else -1  # `int` rejects thousands of digits
+    if not minimum <= value <= maximum:
+        raise ConfigError(f"invalid {noun} {text!r}: expected {f'at most {maximum}' if value > sys.maxsize else expected}")
+    return value
 
 
 port: Final = partial(_parse_integer, expected=f"a number from 0 to {MAX_PORT}", maximum=MAX_PORT, noun="port")

@@ -129,7 +129,7 @@ def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Ite
                     continue
                 try:
                     yield _DECODER.decode(line)
-                except (msgspec.DecodeError, ValueError) as error:
+                except (msgspec.DecodeError, ValueError, RecursionError) as error:
                     if line.endswith(b"\n") or not _LINE_START.startswith(line[: len(_LINE_START)]):
                         raise RecordingError(f"{path}, line {number}: not a frame of a recording: {error}") from error
                     truncations.append(f"{path}, line {number}: {_INCOMPLETE_MESSAGE}")

@@ -147,7 +147,8 @@ class Journal:
     def recover(self) -> RecoveredJournal:
         """Read the files, without writing. Raises `JournalError` only for files of a later release."""
         if self._folder is None:
-            return RecoveredJournal(incomplete_reason=f"{self.path} cannot be used now: {self._open_error}")
+            reason = reason_of(self._open_error or _DELETED_ERROR)
+            return RecoveredJournal(incomplete_reason=f"{self.path} cannot be used now: {reason}")
         return recover(self._folder, self._disk.boot_id())
 
     def begin(self, incarnation: int) -> None:

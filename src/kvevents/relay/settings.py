@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import ConfigError
 from kvevents.relay.journal import JournalLimits
-from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings, check_heartbeat
+from kvevents.settings import Endpoint, FolderPath, Name, Positive, Range, Seconds, Settings, check_heartbeat
 from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
 from kvevents.wire import DEFAULT_WIRE_LIMITS, resolve_dialect
 from kvevents.wire.dialects import Dialect
@@ -58,7 +58,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Forward token ids (keep), replace them with block keys that prompts still match (hash), or with placeholders (drop)."""
     buffer_steps: Positive = 10_000
     """Number of batches in the replay buffer; older batches are compacted."""
-    hwm: Positive = 100_000
+    hwm: Annotated[int, Range(1, 2**31 - 1)] = 100_000
     """Maximum number of batches that wait for a slow consumer, which must request further batches by replay."""
     heartbeat: Seconds = 5.0
     """Seconds between two heartbeats, from which consumers learn the relay's trust."""

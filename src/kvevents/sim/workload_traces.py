@@ -234,7 +234,7 @@ def _read_requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
     for number, line in _read_lines(path, max_line_bytes):
         try:
             request = _parse_request(line, number, readers, last)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (the format of kvevents)"
             raise WorkloadError(f"{path}, line {number}: {error}; {expected}") from error
         last = request.at
