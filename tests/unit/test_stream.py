@@ -212,6 +212,27 @@ def test_a_replay_endpoint_without_answers_is_named_while_live_batches_arrive(wi
     assert wire.stream.trust == Trust.DEGRADED
 
 
+def test_a_replay_endpoint_that_answers_again_is_trusted_while_live_batches_arrive(wire: Wire) -> None:
+    """An engine that stood still and then publishes without a pause is EXACT again. A silent endpoint costs few requests."""
+    wire.stream.begin_connection(0.0)
+    wire.feed(live(0))
+    wire.confirm()
+    assert wire.stream.trust == Trust.EXACT
+    while DegradedReason.REPLAY_SILENT not in wire.stream.degraded_reasons:
+        wire.next_request()
+        wire.later(1.0)
+    requests = []
+    for seq in range(1, 600):
+        wire.feed(live(seq))
+        if (start := wire.next_request()) is not None:
+            requests.append(start)
+            if seq > 500:
+                wire.answer(*(replayed(known) for known in range(start, seq + 1)), END)
+        wire.later(0.5)
+    assert 6 <= len(requests) <= 36
+    assert wire.stream.trust == Trust.EXACT
+
+
 def test_an_endless_answer_that_begins_with_the_fingerprint_is_cut_off() -> None:
     """Rule 8: each answer repeats the batch that identifies the publisher and nothing else, so the number of requests is
     bounded."""
