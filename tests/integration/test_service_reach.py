@@ -128,6 +128,7 @@ def test_a_drained_engine_gets_no_requests_and_is_followed(tmp_path: Path) -> No
             assert (drained.status, drained.json) == (200, {"instance": "a", "ranks": [0], "draining": True})
             chosen = select(service)
             assert (chosen.instance, [one.instance for one in chosen.unreachable or ()]) == ("b", ["a"])
+            assert chosen.why.endswith("; 1 left out: 1 drained.")
             made[0].store(prompt(3))
             service.wait_for_prefix("a", prompt(3))
             source = service.source("a")
@@ -135,7 +136,8 @@ def test_a_drained_engine_gets_no_requests_and_is_followed(tmp_path: Path) -> No
             assert "it is drained" in source["fault"]
             assert service.register("a", made[0].publisher).status == 200
             service.post("/v1/drain", instance="b")
-            assert not select(service).usable
+            chosen = select(service)
+            assert (chosen.usable, chosen.why.partition("no candidate ")[2]) == (False, "takes requests: 2 drained.")
             service.post("/v1/drain", instance="b", draining=False)
             assert select(service).instance == "b"
             service.wait_for_log("drained a rank 0 of tenant default")

@@ -454,7 +454,7 @@ def test_select_never_returns_a_disconnected_engine_while_another_is_connected(
     """The disconnected engine holds the prompt and has no load, because requests to it fail at once.
     The response has its trust.
 
-    If no engine is connected, a disconnected one is selected, and the response says that nothing is connected.
+    If no engine is connected, a disconnected one is selected, and the response says that no candidate takes requests.
     """
     name, model, made = fresh
     tokens = prompt(24)
@@ -484,11 +484,11 @@ def test_select_never_returns_a_disconnected_engine_while_another_is_connected(
                     "other": "STALE",
                     "refused": "CONNECTING",
                 }
-                assert answer["why"].endswith("2 without a connection were left out.")
+                assert answer["why"].endswith("2 left out: 1 CONNECTING, 1 STALE.")
         dead = {"candidates": loads[1:]}
         answer = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
         assert (answer["instance"], answer["trust"]["state"]) == ("other", "STALE")
-        assert answer["why"].endswith("no candidate is connected.")
+        assert answer["why"].endswith("no candidate takes requests: 1 CONNECTING, 1 STALE.")
         for gone in ("other", "refused"):
             assert service.post("/unregister", instance_id=gone).status == 200
 

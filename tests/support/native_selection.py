@@ -25,6 +25,7 @@ class Standing(NamedTuple):
     source: str | None = None
     stores_only: tuple[str, ...] = ()
     match_trust: TrustStatus | None = None
+    obstacle: str = ""
 
     @classmethod
     def of(cls, trust: TrustStatus) -> Standing:
@@ -75,6 +76,7 @@ def _describe(one: Candidate, held: Mapping[Worker, WorkerMatch], standings: Map
         "trust": standing.match_trust or standing.trust,
         "state": standing.trust.state,
         "distance": standing.distance,
+        "obstacle": standing.obstacle,
         "tokens": 0 if hit is None else hit.tokens,
         "certain": 0 if hit is None else hit.certain,
         "tiers": None if hit is None else [hit.tiers.get(tier, 0) for tier in TIERS],

@@ -15,7 +15,7 @@ from kvevents import routing
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.routing import Ties, Worker, policy
-from kvevents.routing.weights import DISTANCE_LOST
+from kvevents.routing.weights import DISTANCE_LOST, DISTANCE_SILENT
 from kvevents.stream import TrustState
 from kvevents_native._native import Loads
 from native_selection import Standing, select
@@ -374,7 +374,27 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
     assert {one.trust.state for one in found.considered} == {state for state in states if state in first}
     assert found.unreachable is not None
     assert sorted(one.trust.state for one in found.unreachable) == sorted(state for state in states if state not in first)
-    assert ("no candidate is connected" in found.why) == (first is not CONNECTED and not found.unreachable)
+    assert ("no candidate takes requests" in found.why) == (first is not CONNECTED)
+
+
+def test_the_reason_counts_the_candidates_by_what_keeps_requests_from_them() -> None:
+    """A drained candidate has a connection, so the sentence must not say that its connection is missing."""
+    drained = Standing(TrustStatus("EXACT"), DISTANCE_SILENT, obstacle="drained")
+    unready = Standing(TrustStatus("DEGRADED", "no replay"), DISTANCE_SILENT, obstacle="not ready")
+    lost = Standing.of(TrustStatus("STALE", "connection lost"))
+    for standings, end in (
+        ([drained], "no candidate takes requests: 1 drained"),
+        ([drained, lost], "no candidate takes requests: 1 STALE, 1 drained"),
+        ([drained, unready, lost, lost], "no candidate takes requests: 2 STALE, 1 drained, 1 not ready"),
+        ([EXACT, drained], "the best of 1; 1 left out: 1 drained"),
+        ([EXACT, drained, drained, lost, EXACT], "chosen as the first; 3 left out: 1 STALE, 2 drained"),
+    ):
+        request = SelectRequest(model="m", tokens=PROMPT, tie="first")
+        fleet = make_candidates(*(0 for _ in standings))
+        workers = {(one.instance, 0): standing for one, standing in zip(fleet, standings, strict=True)}
+        found = select(request, fleet, {}, workers, Ties(Random()), Loads(60.0))
+        assert found.why.endswith(f"{end}.")
+        assert found.usable == (EXACT in standings)
 
 
 def test_an_unreachable_worker_comes_last_even_before_its_first_event() -> None:
@@ -386,7 +406,7 @@ def test_an_unreachable_worker_comes_last_even_before_its_first_event() -> None:
     assert (found.instance, found.trust.reason) == ("w1", "this service does not follow the worker")
     found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), Loads(60.0))
     assert found.instance == "w2"
-    assert found.why.endswith("the best of 1; 2 without a connection were left out.")
+    assert found.why.endswith("the best of 1; 2 left out: 1 CONNECTING, 1 STALE.")
 
 
 # --- ties -------------------------------------------------------------------------------------------------------------------
@@ -474,7 +494,7 @@ def test_the_reason_of_a_selection_is_a_sentence() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
     why = select(request, make_candidates(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), Loads(60.0)).why
-    assert why.endswith("score 1.050, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
+    assert why.endswith("score 1.050, one of 2 equally good candidates, chosen in turn; no candidate takes requests: 2 STALE.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
 

@@ -1,7 +1,7 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out if another candidate has one. So a worker that is STALE, or whose
-//! address does not accept connections, gets a prompt only if no other worker can take it. The score of each remaining candidate is the one
+//! Theory of operation. Candidates that take no requests are left out if another candidate takes them. So a worker that is drained or STALE,
+//! or whose address does not accept connections, gets a prompt only if no other worker can take it. The score of each remaining candidate is the one
 //! that `prefix-aware` computes (`score`). It is the share of the prompt that the candidate must compute, from 0 to 1, plus a load term for
 //! its requests. In the load term, a request counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as its computation
 //! would cost, and a short or shared prefix does not outweigh a queue. Of candidates with equal scores, the one that computes least is
@@ -203,7 +203,7 @@ pub struct Selection<'a> {
     pub load_from: LoadFrom,
     /// The reservation, if the request asked for one.
     pub reservation: Option<Reservation>,
-    /// If the request asks for an explanation: all candidates with a connection, the chosen one first.
+    /// If the request asks for an explanation: all candidates that could be chosen, the chosen one first.
     pub considered: Option<Vec<ExplainedCandidate<'a>>>,
     /// If the request asks for an explanation: the candidates that were left out.
     pub unreachable: Option<Vec<WorkerTrust<'a>>>,
@@ -218,7 +218,7 @@ pub struct Contender<'a> {
     pub rank: i64,
     /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
-    /// The URL at which the instance takes requests; None if it is not known.
+    /// Labels of the instance.
     pub labels: &'a Labels,
     /// Source of the worker in the index; None for a worker that the service does not follow.
     pub source: Option<&'a str>,
@@ -230,8 +230,10 @@ pub struct Contender<'a> {
     pub trust: &'a Trust,
     /// The state of the worker's stream; it does not depend on whether some of these blocks might be gone.
     pub state: TrustState,
-    /// The distance of the worker from taking requests: 0 with a connection, larger without one.
+    /// The distance of the worker from taking requests: 0 if it takes them.
     pub distance: u8,
+    /// Why the worker takes no requests even if its stream is connected: `drained` or `not ready`; empty if only the stream decides.
+    pub obstacle: &'a str,
     /// Number of tokens of the prompt that the worker holds, over all tiers.
     pub tokens: u32,
     /// Number of these tokens that the worker certainly holds.
@@ -462,7 +464,7 @@ impl State {
     }
 }
 
-/// The result of a choice; positions are those among the candidates with a connection.
+/// The result of a choice; positions are those among the candidates that could be chosen.
 struct ChosenCandidate {
     /// The position of the chosen candidate.
     at: usize,
@@ -500,8 +502,14 @@ fn answer<'a>(
         })
         .collect();
     let is_usable = reachable[at].distance == 0;
-    let counts = (reachable.len(), place.equal, contenders.len() - reachable.len());
-    let why = explain(question, &considered[at], known.from, !is_usable, counts);
+    let counts = (reachable.len(), place.equal);
+    let why = explain(
+        question,
+        &considered[at],
+        known.from,
+        counts,
+        &describe_unusable(contenders, is_usable),
+    );
     let chosen = considered.remove(at);
     Selection {
         instance: chosen.instance,
@@ -537,14 +545,32 @@ fn answer<'a>(
     }
 }
 
-/// Returns a sentence that explains a choice. The last argument has three numbers of candidates: all, those that are equally good, and
-/// those that were left out.
+/// Returns the end of the sentence that explains a choice: which candidates take no requests, if any, and why.
+fn describe_unusable(contenders: &[Contender<'_>], is_usable: bool) -> String {
+    let mut counts = BTreeMap::<&str, usize>::new();
+    for one in contenders.iter().filter(|one| one.distance > 0) {
+        let obstacle = if one.obstacle.is_empty() {
+            one.trust.state.name()
+        } else {
+            one.obstacle
+        };
+        *counts.entry(obstacle).or_default() += 1;
+    }
+    let counted: Vec<String> = counts.iter().map(|(obstacle, count)| format!("{count} {obstacle}")).collect();
+    match (is_usable, counts.values().sum::<usize>()) {
+        (true, 0) => String::new(),
+        (true, left_out) => format!("; {left_out} left out: {}", counted.join(", ")),
+        (false, _) => format!("; no candidate takes requests: {}", counted.join(", ")),
+    }
+}
+
+/// Returns a sentence that explains a choice and ends with `unusable`. Of the `candidates` that could be chosen, `equal` are equally good.
 fn explain(
     question: &Question<'_>,
     chosen: &ExplainedCandidate<'_>,
     from: LoadFrom,
-    is_unconnected: bool,
-    (candidates, equal, left_out): (usize, usize, usize),
+    (candidates, equal): (usize, usize),
+    unusable: &str,
 ) -> String {
     let mut tiers = String::new();
     let mut reached = 0;
@@ -568,15 +594,10 @@ fn explain(
         Tie::Random => "by chance",
         Tie::First => "as the first",
     };
-    let mut among = match equal {
+    let among = match equal {
         1 => format!("the best of {candidates}"),
         _ => format!("one of {equal} equally good candidates, chosen {way}"),
     };
-    if left_out > 0 {
-        let _ = write!(among, "; {left_out} without a connection were left out");
-    } else if is_unconnected {
-        among.push_str("; no candidate is connected");
-    }
     let load = match (from, chosen.requests) {
         (LoadFrom::None, _) => String::new(),
         (_, Some(requests)) if requests.round() == 1.0 => " (1 request)".to_owned(),
@@ -590,7 +611,7 @@ fn explain(
     };
     format!(
         "{} rank {} is {}{reason}, holds {} of {} tokens{tiers}, must compute {:.0}%{hot}, and its load{load} counts {:.2}: score {:.3}, \
-         {among}.",
+         {among}{unusable}.",
         chosen.instance,
         chosen.rank,
         chosen.trust.state.name(),

@@ -27,6 +27,8 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u
         trust: Trust,
         state: State,
         distance: u8,
+        #[serde(default)]
+        obstacle: String,
         tokens: u32,
         certain: u32,
         tiers: Option<[u32; TIERS.len()]>,
@@ -45,6 +47,7 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u
                 trust: &self.trust,
                 state: self.state,
                 distance: self.distance,
+                obstacle: &self.obstacle,
                 tokens: self.tokens,
                 certain: self.certain,
                 tiers: Tiers(self.tiers),

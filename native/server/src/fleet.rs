@@ -85,6 +85,9 @@ pub(crate) struct Worker {
     /// Whether answers in the formats of other services omit the worker, since their clients might ignore its trust.
     pub(crate) is_hidden: bool,
     pub(crate) distance: u8,
+    /// Why the worker takes no requests even if its stream is connected: `drained` or `not ready`; empty if only the stream decides.
+    #[serde(default)]
+    pub(crate) obstacle: String,
     /// Block size in tokens, as registered.
     pub(crate) block_size: Option<u64>,
     /// Block sizes in the worker's events; before the first event, the registered size.

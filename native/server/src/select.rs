@@ -62,6 +62,7 @@ pub(crate) fn select<'a>(
             trust,
             state,
             distance,
+            obstacle: worker.map_or("", |worker| &worker.obstacle),
             tokens: row.map_or(0, |row| row.tokens),
             certain: row.map_or(0, |row| row.certain),
             tiers: row.map_or(Tiers(None), Row::tiers),

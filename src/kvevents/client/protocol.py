@@ -174,7 +174,7 @@ def drain(request: schemas.DrainRequest) -> Call[schemas.DrainAnswer]:
 def unusable_selection_error(selection: schemas.Selection) -> ServiceRequestError:
     """Return the error of a selection that reserved no worker."""
     sentence = f"no worker can be reached; the best of them is {selection.instance} rank {selection.rank}"
-    return ServiceRequestError(sentence, "no-usable-worker", selection.trust.reason or "see /v1/sources")
+    return ServiceRequestError(sentence, "no-usable-worker", selection.why)
 
 
 class ReservedWorkerBase(Generic[T]):

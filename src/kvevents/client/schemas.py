@@ -333,7 +333,7 @@ class Selection(Worker, frozen=True, kw_only=True):
     considered: list[ScoredCandidate] | None = None
     """The scored candidates, the best first; null unless the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
-    """Candidates that were excluded because they have no connection; null unless the request has `explain`."""
+    """Candidates that were excluded because they take no requests; null unless the request has `explain`."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):

@@ -264,6 +264,7 @@ def _describe_worker(member: Member) -> Mapping[str, Any]:
         "trust": member.trust_status,
         "is_hidden": member.is_hidden,
         "distance": member.distance,
+        "obstacle": member.obstacle,
         "block_size": registration.block_size,
         "block_sizes": member.expected_block_sizes,
         "stores_only": registration.stores_only,

@@ -161,7 +161,7 @@ pub struct SelectRequest {
     /// Seconds, at most 60, for which the prompt counts as held by the selected worker.
     #[prost(double, tag = "16")]
     pub expect_seconds: f64,
-    /// Return the scored candidates, and those that were excluded because they have no connection.
+    /// Return the scored candidates, and those that were excluded because they take no requests.
     #[prost(bool, tag = "17")]
     pub explain: bool,
     /// Weight of a token of waiting work, compared with a token that the prompt must compute.
@@ -410,7 +410,7 @@ pub struct SelectResponse {
     #[prost(message, repeated, tag = "6")]
     #[serde(deserialize_with = "super::list")]
     pub considered: ::prost::alloc::vec::Vec<Considered>,
-    /// Candidates that were excluded because they have no connection, if the request has `explain`.
+    /// Candidates that were excluded because they take no requests, if the request has `explain`.
     #[prost(message, repeated, tag = "7")]
     #[serde(deserialize_with = "super::list")]
     pub unreachable: ::prost::alloc::vec::Vec<WorkerTrust>,

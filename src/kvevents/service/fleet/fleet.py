@@ -22,7 +22,7 @@ from kvevents.routing import LoadSettings
 from kvevents.service.errors import ConflictError, NotFoundError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
-from kvevents.service.fleet.member import HTTP_ORIGIN, Member, Revision
+from kvevents.service.fleet.member import DRAINED_REASON, HTTP_ORIGIN, Member, Revision
 from kvevents.service.fleet.registration import NAME_SEPARATOR, Registration, Scope, StreamKey, check_same_engine
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Source, Trust
@@ -50,8 +50,6 @@ MAX_IDLE_REFRESHES: Final = 64
 MAX_AVERAGED_STREAMS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
-DRAINED_REASON: Final = "it is drained: a client of /v1/drain has excluded it from selections"
-"""The reason why selections exclude a drained stream, although the service follows it."""
 
 
 Resume: TypeAlias = Callable[[StreamKey], Checkpoint | None]

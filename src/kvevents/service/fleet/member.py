@@ -24,6 +24,8 @@ from kvevents.wire.load import EngineLoad
 
 MAX_GAPS: Final = 64
 """Maximum number of gaps of one stream that are listed; further gaps are only counted."""
+DRAINED_REASON: Final = "it is drained: a client of /v1/drain has excluded it from selections"
+"""The reason why selections exclude a drained stream, although the service follows it."""
 HTTP_ORIGIN: Final = "http"
 """Origin of the registrations of clients."""
 ENDPOINT_FAULTS: Final = frozenset(
@@ -178,11 +180,11 @@ class Member(Struct, eq=False):
         is_silent = Reason.REPLAY_SILENT in self.trust_status.reason_codes and (self.last_event or 0.0) < self.since
         if not reason and self._was_exact and is_silent:
             reason = "it seems to be stopped: its replay endpoint answered before, but now neither answers nor events arrive"
-        has_changed = bool(reason) != bool(self.why_unreachable)
+        former = self.obstacle
         self.why_unreachable = reason
-        if has_changed:
+        if former != self.obstacle:
             self.revision.advance(self)
-        return has_changed
+        return bool(former) != bool(reason)
 
     def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> TrustState | None:
         """Set the trust state and its reasons. Return the former state if the state has changed, else None."""
@@ -246,6 +248,11 @@ class Member(Struct, eq=False):
             return max(DISTANCE_SILENT, distance_of(state))
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
         return DISTANCE_LOST if is_known_dead else distance_of(state)
+
+    @property
+    def obstacle(self) -> str:
+        """Kind of `why_unreachable` in explanations of selections: `drained`, `not ready` or empty."""
+        return "drained" if self.why_unreachable == DRAINED_REASON else "not ready" if self.why_unreachable else ""
 
     @property
     def block_sizes(self) -> list[int]:

@@ -249,7 +249,7 @@ class _Chooser:
         reserve = None if name is None else {"id": name}
         selection = self._fleet.select(tokens, workers, ignores_cache=ignores_cache, reserve=reserve, **self._terms)
         if not selection.usable:
-            raise UnavailableError("no worker can be reached", "no-candidates", "see the reasons in GET /ready")
+            raise UnavailableError("no worker can be reached", "no-candidates", selection.why)
         return selection
 
     def _choose_by_hash(self, workers: list[Worker] | None, name: str | None) -> _Choice:
