@@ -129,6 +129,46 @@ def test_large_bodies_are_413_with_and_without_chunks(service: Service) -> None:
     assert service.post("/query", model_name="witness", token_ids=[1]).status == 200  # the same connection still works
 
 
+POST = b"POST /query HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+BROKEN_BODIES = {
+    "no size": CHUNKED + b"\r\n{}\r\n0\r\n\r\n",
+    "no number": CHUNKED + b"zz\r\n{}\r\n0\r\n\r\n",
+    "negative size": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
+    "size above 64 bits": CHUNKED + b"10000000000000000\r\n{}\r\n0\r\n\r\n",
+    "long extension": CHUNKED + b"2;a=" + b"b" * 20_000 + b"\r\n{}\r\n0\r\n\r\n",
+    "no line end after a chunk": CHUNKED + b"2\r\n{}0\r\n\r\n",
+    "longer chunk": CHUNKED + b"2\r\n{ }\r\n0\r\n\r\n",
+    "malformed trailer": CHUNKED + b"2\r\n{}\r\n0\r\nx\r\n\r\n",
+    "many trailers": CHUNKED + b"2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 2_000 + b"\r\n",
+    "end in a size": CHUNKED + b"2",
+    "end in a chunk": CHUNKED + b"2\r\n{",
+    "end after a chunk": CHUNKED + b"2\r\n{}\r\n",
+    "end in a trailer": CHUNKED + b"2\r\n{}\r\n0\r\nx",
+    "end in a body with a length": POST + b"content-length: 2\r\n\r\n{",
+    "two lengths": POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    "chunks inside another coding": POST + b"transfer-encoding: chunked, gzip\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("path", [b"/query", b"/register"])
+@pytest.mark.parametrize("name", BROKEN_BODIES)
+def test_broken_bodies_are_answered_before_the_connection_is_closed(service: Service, name: str, path: bytes) -> None:
+    """The status is 400 for queries and for requests to the control plane, also if the client has closed its sending side."""
+    raw = exchange(service, BROKEN_BODIES[name].replace(b"/query", path), half="end" in name.split())
+    assert raw.startswith(b"HTTP/1.1 400 "), raw
+    assert b"\r\nconnection: close\r\n" in raw
+    assert b'"malformed-request"' in raw
+
+
+def test_other_transfer_codings_than_chunked_are_501(service: Service) -> None:
+    for coding in (b"gzip, chunked", b"chunked, chunked", b"gzip\r\ntransfer-encoding: chunked"):
+        raw = exchange(service, POST + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+        assert raw.startswith(b"HTTP/1.1 501 "), raw
+        assert b"\r\nconnection: close\r\n" in raw
+        assert b"no other Transfer-Encoding than chunked" in raw
+
+
 def test_too_many_tokens_are_413(service: Service) -> None:
     body = {"model": "witness", "model_name": "witness"}
     many = [1] * 5_001

@@ -194,6 +194,14 @@ impl Problem {
         }
     }
 
+    pub(crate) fn unknown_coding(coding: &HeaderValue) -> Self {
+        Self {
+            hint: "send the body with no other Transfer-Encoding than chunked",
+            status: StatusCode::NOT_IMPLEMENTED,
+            ..Self::malformed(format!("Transfer-Encoding {coding:?} is not supported"))
+        }
+    }
+
     pub(crate) fn not_a_proxy() -> Self {
         Self {
             detail: "CONNECT is not supported".into(),

@@ -1,5 +1,7 @@
 //! Receives the bodies of requests, within limits of time and memory.
 
+use std::error::Error;
+use std::io::{self, ErrorKind};
 use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
@@ -31,7 +33,7 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
         let frame = match tokio::time::timeout_at(deadline.into(), body.frame()).await {
             Err(_) => return Err(BodyFailure::Refused(Problem::too_slow(limits.request_seconds))),
             Ok(None) => break,
-            Ok(Some(Err(_))) => return Err(BodyFailure::ClientGone),
+            Ok(Some(Err(error))) => return Err(failure(&error)),
             Ok(Some(Ok(frame))) => frame,
         };
         let Ok(data) = frame.into_data() else { continue };
@@ -57,4 +59,20 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
     }
     progress.note_body_received();
     Ok(all.map_or(first, BytesMut::freeze))
+}
+
+/// Returns why a body could not be read further. RFC 9112 (7.1 and 8) asks for an answer to a body that is malformed, or ends early.
+fn failure(error: &hyper::Error) -> BodyFailure {
+    let cause = error.source().and_then(|cause| cause.downcast_ref::<io::Error>());
+    match cause {
+        Some(cause)
+            if matches!(
+                cause.kind(),
+                ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof
+            ) =>
+        {
+            BodyFailure::Refused(Problem::malformed(format!("the body cannot be read: {cause}")))
+        }
+        _ => BodyFailure::ClientGone,
+    }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper::body::{Body as _, Incoming};
-use hyper::header::{ACCEPT, CONNECTION, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::header::{ACCEPT, CONNECTION, CONTENT_TYPE, HOST, HeaderValue, TRANSFER_ENCODING};
 use hyper::http::request::Parts;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode, Version};
@@ -350,7 +350,7 @@ async fn handle(
     let began = Instant::now();
     let is_reserved = progress.connection.is_reserved;
     let (mut head, body) = request.into_parts();
-    if let Err(problem) = read_host(&mut head) {
+    if let Err(problem) = read_host(&mut head).and_then(|()| check_coding(&head)) {
         count(&shared.connections.refusals, problem.reason);
         let response = close_after(&progress.connection, problem.response());
         return Ok(response.map(|body| OutgoingBody::new(body, progress)));
@@ -403,6 +403,15 @@ fn read_host(head: &mut Parts) -> Result<(), Problem> {
         }
     }
     Ok(())
+}
+
+/// Returns an error for a body with another transfer coding than `chunked`, as RFC 9112 (6.1) asks for.
+fn check_coding(head: &Parts) -> Result<(), Problem> {
+    let mut codings = head.headers.get_all(TRANSFER_ENCODING).iter();
+    match codings.find(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"chunked")) {
+        Some(coding) => Err(Problem::unknown_coding(coding)),
+        None => Ok(()),
+    }
 }
 
 async fn respond(

@@ -67,7 +67,7 @@ impl<S> Socket<S> {
         } else if self.received >= MAX_HEAD {
             Problem::headers_too_large(&format!("{MAX_HEAD} bytes of headers"))
         } else {
-            Problem::headers_too_large(&format!("{MAX_HEADERS} headers"))
+            Problem::headers_too_large(&format!("{MAX_HEADERS} headers, or its Content-Length is too large"))
         })
     }
 }
