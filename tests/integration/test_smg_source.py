@@ -70,6 +70,28 @@ def test_a_snapshot_represents_what_came_before_it(worker: Worker, consumer: Con
     consumer.receive_until(lambda: consumer.matched(1, 2, 3, 4) == 4 and consumer.trust == Trust.EXACT)
 
 
+@pytest.mark.parametrize("is_first", [False, True], ids=["in a call", "at the beginning of a call"])
+def test_a_snapshot_is_exact_with_its_last_part_only(worker: Worker, consumer: Consumer, is_first: bool) -> None:
+    """Until then the consumer lacks blocks. A call that ends before the last part leaves no doubt in the next one."""
+    consumer.receive_until(lambda: consumer.matched(1, 2, 3) == 3)
+    if is_first:
+        worker.history.clear()
+        worker.hang_up()
+    snapshot = [part(8 + index, index, *([] if index else [cleared()]), stored(11 + index), count=3) for index in range(3)]
+    worker.send(snapshot[0])
+    consumer.receive_until(lambda: consumer.matched(11) == 1)
+    assert "its sender reports" in consumer.trust.reason
+    worker.send(snapshot[1])
+    consumer.receive_until(lambda: consumer.matched(12) == 1)
+    assert "its sender reports" in consumer.trust.reason
+    worker.history[:] = snapshot[:2]
+    worker.hang_up()
+    consumer.receive_until(lambda: consumer.trust == Trust.STALE)
+    consumer.receive_until(lambda: consumer.matched(12) == 1 and "its sender reports" in consumer.trust.reason)
+    worker.send(snapshot[2], batch(11, stored(14)))
+    consumer.receive_until(lambda: consumer.matched(14) == 1 and consumer.trust == Trust.EXACT)
+
+
 @pytest.mark.parametrize(
     "history",
     [

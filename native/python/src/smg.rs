@@ -15,6 +15,11 @@ const CONNECTED: i64 = -1;
 /// The number that represents the end of a call in the result of `take`.
 const DISCONNECTED: i64 = -2;
 
+/// The number that represents the beginning of a snapshot with several parts in the result of `take`.
+const INCOMPLETE: i64 = -3;
+/// The number that represents the end of a snapshot with several parts in the result of `take`.
+const COMPLETE: i64 = -4;
+
 /// A subscription to the KV cache events of a worker of SMG.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct SmgSubscription {
@@ -33,12 +38,15 @@ impl SmgSubscription {
     }
 
     /// Returns up to `limit` arrivals, each as a pair of a number and bytes. The pair of a batch is its sequence number and its payload.
-    /// The number is -1 if a call has begun. If a call has ended, the number is -2 and the bytes are the reason.
+    /// The number is -1 if a call has begun. If a call has ended, the number is -2 and the bytes are the reason. The number is -3 if further
+    /// parts of a snapshot follow, and -4 after the last part.
     fn take<'py>(&self, py: Python<'py>, limit: usize) -> Vec<(i64, Bound<'py, PyBytes>)> {
         let arrivals = py.detach(|| self.subscription.take(limit));
         let pairs = arrivals.into_iter().map(|arrival| match arrival {
             Arrival::Connected => (CONNECTED, PyBytes::new(py, b"")),
             Arrival::Batch(number, payload) => (number.cast_signed(), PyBytes::new(py, &payload)),
+            Arrival::Incomplete => (INCOMPLETE, PyBytes::new(py, b"")),
+            Arrival::Complete => (COMPLETE, PyBytes::new(py, b"")),
             Arrival::Disconnected(reason) => (DISCONNECTED, PyBytes::new(py, reason.as_bytes())),
         });
         pairs.collect()

@@ -50,6 +50,11 @@ impl SequenceNumbers {
         batch.snapshot.is_none() && !batch.events.is_empty() && self.newest.get(&batch.dp_rank).is_some_and(is_reused)
     }
 
+    /// Whether the last part of each snapshot has arrived, or has been skipped.
+    pub fn is_complete(&self) -> bool {
+        self.newest.values().all(|newest| newest.next_part.is_none())
+    }
+
     /// Returns the sequence number of a batch. If earlier batches or parts are missing, first skips one number. Returns None if the batch
     /// is a repetition.
     pub fn number(&mut self, batch: &Batch) -> Option<u64> {
@@ -128,6 +133,24 @@ mod tests {
         );
         assert_eq!(numbered(&[part(8, 0), part(9, 2), batch(10)]), [Some(0), Some(2), Some(3)]);
         assert_eq!(numbered(&[part(8, 0), batch(9), batch(10)]), [Some(0), Some(2), Some(3)]);
+
+        let of = |rank: i32, batch: Batch| Batch {
+            dp_rank: Some(rank),
+            ..batch
+        };
+        let mut numbers = SequenceNumbers::default();
+        let are_complete = [
+            of(0, part(8, 0)),
+            of(1, part(3, 0)),
+            of(0, part(9, 1)),
+            of(0, part(10, 2)),
+            of(1, batch(4)),
+        ]
+        .map(|batch| {
+            numbers.number(&batch);
+            numbers.is_complete()
+        });
+        assert_eq!(are_complete, [false, false, false, false, true]);
     }
 
     #[test]

@@ -48,6 +48,10 @@ pub enum Arrival {
     Connected,
     /// A batch: its sequence number in the call, and its payload as vLLM would encode it.
     Batch(u64, Vec<u8>),
+    /// A snapshot has begun whose further parts follow: until `Complete`, the batches do not have the whole state of the engine.
+    Incomplete,
+    /// The last part of each snapshot has arrived.
+    Complete,
     /// The call has ended or could not begin; the text is the reason.
     Disconnected(String),
 }
@@ -202,6 +206,7 @@ async fn call(endpoint: &Endpoint, outlet: &ArrivalSender, has_begun: &mut bool)
     outlet.put(Arrival::Connected).await;
     *has_begun = true;
     let mut numbers = SequenceNumbers::default();
+    let mut is_complete = true;
     loop {
         match batches.message().await {
             Ok(None) => return "the worker has ended the stream".to_owned(),
@@ -211,7 +216,7 @@ async fn call(endpoint: &Endpoint, outlet: &ArrivalSender, has_begun: &mut bool)
                     continue;
                 }
                 if numbers.is_restart(&batch) {
-                    numbers = SequenceNumbers::default();
+                    (numbers, is_complete) = (SequenceNumbers::default(), true);
                     let reason = "the engine has restarted: it uses sequence numbers again";
                     outlet.put(Arrival::Disconnected(reason.to_owned())).await;
                     outlet.put(Arrival::Connected).await;
@@ -219,9 +224,17 @@ async fn call(endpoint: &Endpoint, outlet: &ArrivalSender, has_begun: &mut bool)
                 let Some(number) = numbers.number(&batch) else {
                     continue;
                 };
+                if is_complete && !numbers.is_complete() {
+                    is_complete = false;
+                    outlet.put(Arrival::Incomplete).await;
+                }
                 // A batch that cannot be encoded is dropped. Its number is missing then, which the stream reports as a loss.
                 if let Some(payload) = payload::encode(&batch) {
                     outlet.put(Arrival::Batch(number, payload)).await;
+                }
+                if !is_complete && numbers.is_complete() {
+                    is_complete = true;
+                    outlet.put(Arrival::Complete).await;
                 }
             }
         }

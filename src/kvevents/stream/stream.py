@@ -217,6 +217,12 @@ class Stream:
         if DegradedReason.SHARED not in self._deliverer.ledger:
             self._deliverer.degrade(DegradedReason.SHARED)
 
+    def mark_incomplete(self, *, is_incomplete: bool) -> None:
+        """Record whether the sender has said that parts of its state will follow, if its protocol has such a sign."""
+        self._deliverer.ledger.discard(DegradedReason.SENDER)
+        if is_incomplete:
+            self._deliverer.degrade(DegradedReason.SENDER)
+
     def close(self) -> None:
         """Drop the waiting batches, so that `pending` no longer counts them."""
         self._deliverer.early.clear()

@@ -26,7 +26,9 @@ MAX_STORED_BYTES: Final = 16 << 20
 """Maximum number of bytes of payloads that are stored to answer requests for replay. A request for older payloads begins a new
 call, which sends all batches again."""
 _CONNECTED: Final = -1
-"""Number with which the native client reports the beginning of a call; with a lower number it reports the end of a call."""
+"""Number with which the native client reports the beginning of a call; with -2 it reports the end of a call."""
+_INCOMPLETE: Final = -3
+"""Number with which the native client reports that further parts of a snapshot follow; with -4 it reports the last part."""
 _WAKEUP_BYTES: Final = 4_096
 
 
@@ -73,6 +75,8 @@ class SmgConnection:
                 stream.receive_live(live_frames(b"", number, content), now)
             elif number == _CONNECTED:
                 self._begin_stream(stream, now)
+            elif number <= _INCOMPLETE:
+                stream.mark_incomplete(is_incomplete=number == _INCOMPLETE)
             else:
                 reason = content.decode(errors="replace")
                 self.fault = f"no connection: {reason}"
@@ -88,6 +92,7 @@ class SmgConnection:
         self._replies.clear()
         self._stored_bytes = self._first = 0
         self.fault, self._is_connected = "", True
+        stream.mark_incomplete(is_incomplete=False)
         stream.begin_connection(now)
         if self._has_begun:
             stream.start_over("the worker's stream of events has begun again")
