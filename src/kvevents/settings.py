@@ -229,6 +229,13 @@ def check_texts(**texts: str) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be a string")
 
 
+def check_finite(seconds: float) -> float:
+    """Return a number of seconds. Raises `ConfigError` for an infinite number, and for nan."""
+    if not math.isfinite(seconds):
+        raise ConfigError(f"invalid duration {seconds}: expected a finite number of seconds")
+    return seconds
+
+
 def check_counts(**counts: int) -> None:
     """Raise `ConfigError`, which names the setting, for a value that is not an integer of at least 0."""
     for name, value in counts.items():

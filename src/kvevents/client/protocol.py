@@ -23,6 +23,7 @@ import msgspec
 from kvevents.backoff import Backoff
 from kvevents.client import schemas
 from kvevents.errors import ConfigError, ExternalError, reason_of
+from kvevents.settings import check_finite
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import HttpErrorKind
@@ -313,7 +314,7 @@ class Attempts(Generic[T]):
         self._endpoint = endpoint
         self._call = call
         self._seconds = deadline
-        self._end = now() + deadline
+        self._end = now() + check_finite(deadline)
         self._retries_left = retries
         self._now = now
         self._backoff = Backoff(initial=INITIAL_RETRY_SECONDS, maximum=MAX_RETRY_SECONDS)
@@ -351,7 +352,7 @@ class ReadyWait:
     """A wait until the service is ready."""
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
-        self._end = now() + seconds
+        self._end = now() + check_finite(seconds)
         self._now = now
 
     @property

@@ -34,7 +34,7 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
-from kvevents.settings import check_counts, check_heartbeat, check_texts
+from kvevents.settings import check_counts, check_finite, check_heartbeat, check_texts
 from kvevents.wire import resolve_dialect
 from kvevents.wire.dialects import DEFAULT_DIALECT, Dialect
 from kvevents.wire.encode import batch_encoder
@@ -458,6 +458,7 @@ class ZmqEventPublisher(QueuedPublisher):
         threads; all calls return the same report. If a call was interrupted, for example by Ctrl-C, the next call completes the
         shutdown. The report and one logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
         """
+        seconds = self.SHUTDOWN_TIMEOUT if timeout is None else check_finite(timeout)
         if self._pid != os.getpid():
             return self._make_report()
         with self._closing_lock:
@@ -466,7 +467,7 @@ class ZmqEventPublisher(QueuedPublisher):
                     return self._make_report()
                 self._is_closing = True
                 try:
-                    self._report = self._close(self.SHUTDOWN_TIMEOUT if timeout is None else timeout)
+                    self._report = self._close(seconds)
                 finally:
                     self._is_closing = False
             return self._report

@@ -87,7 +87,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         because an idle engine sends no live batch that could confirm replay. Raise `TrustTimeoutError` after `timeout` seconds.
         After cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
-        end = None if timeout is None else self._clock() + timeout
+        end = self._end_of_wait(timeout)
         with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
                 deliveries.extend(await self.receive_many(timeout=TRUST_CHECK_SECONDS))
@@ -97,7 +97,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - `Subscriber` has the same parameter
         """Wait until a delivery is ready. Return False if none becomes ready within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
-        end = None if timeout is None else clock() + timeout
+        end = self._end_of_wait(timeout)
         if self._waits:
             raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive in one task")
         call = object()

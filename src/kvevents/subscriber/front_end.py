@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
 from kvevents.errors import ClosedError, ConfigError, ForkedError, TrustTimeoutError
+from kvevents.settings import check_finite
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Batch,
@@ -290,6 +291,10 @@ class FrontEnd(Generic[BatchT]):
         if self._is_closed or (self._waits and self._clock() <= self._due_at):
             return 0.0
         return self._clock() - self._read_at
+
+    def _end_of_wait(self, timeout: float | None) -> float | None:
+        """Return the time at which a wait ends; None without a limit. Raises `ConfigError` unless `timeout` is finite."""
+        return None if timeout is None else self._clock() + check_finite(timeout)
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
         """Return the seconds until a timer is due or `end` is reached; None means that the number is not limited."""

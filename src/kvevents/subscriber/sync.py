@@ -65,7 +65,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         because an idle engine sends no live batch that could confirm replay. Raise `TrustTimeoutError` after `timeout` seconds.
         After any other exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
-        end = None if timeout is None else self._clock() + timeout
+        end = self._end_of_wait(timeout)
         with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
                 deliveries.extend(self.receive_many(timeout=TRUST_CHECK_SECONDS))
@@ -75,7 +75,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     def _wait_ready(self, timeout: float | None) -> bool:
         """Wait until a delivery is ready. Return False if none becomes ready within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
-        end = None if timeout is None else clock() + timeout
+        end = self._end_of_wait(timeout)
         call = object()
         try:
             self._begin_wait(call)

@@ -13,13 +13,13 @@ Where a real subscriber would wait, the virtual clock advances at once.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import EventBatch, KVEvent
+from kvevents.settings import check_finite
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.testing.playlist import ENGINE_BUFFER_STEPS
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
@@ -32,7 +32,7 @@ class VirtualClock:
     """
 
     def __init__(self, start: float = 0.0) -> None:
-        self._now = _check_finite(start)
+        self._now = float(check_finite(start))
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
@@ -43,17 +43,11 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> float:
         """Advance by `seconds` (0 or more) and return the new time. Raise `ConfigError` for a negative or infinite number."""
-        if _check_finite(seconds) < 0:
+        if check_finite(seconds) < 0:
             raise ConfigError(f"cannot advance the clock by {seconds} s: expected 0 or more")
         with self._lock:
             self._now += seconds
             return self._now
-
-
-def _check_finite(seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise ConfigError(f"invalid duration {seconds}: expected a finite number of seconds")
-    return float(seconds)
 
 
 class FakeEngine:

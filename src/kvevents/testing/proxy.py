@@ -27,6 +27,7 @@ from typing import Any, Final, Literal, TypeAlias
 from kvevents.closeable import Closeable
 from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import ClosedError, ConfigError, EndpointError
+from kvevents.settings import check_finite
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule, change_counts
 from kvevents.testing.zmtp import encode_message
@@ -114,7 +115,7 @@ class FaultProxy(Closeable):
     def wait_until(self, condition: Callable[[ProxyCounts], bool], timeout: float) -> bool:
         """Wait for a condition like `lambda counts: counts.down.held == 3`. Return False if `timeout` seconds pass first."""
         with self._condition:
-            return self._condition.wait_for(lambda: condition(self._counts), timeout)
+            return self._condition.wait_for(lambda: condition(self._counts), check_finite(timeout))
 
     def __repr__(self) -> str:
         counts = self.counts
@@ -158,7 +159,7 @@ class FaultProxy(Closeable):
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
         """Hold every later message, in order, for `seconds` seconds or, if None, until `release`. 0 ends the delay."""
-        if seconds is not None and not seconds >= 0:
+        if seconds is not None and check_finite(seconds) < 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
         self._run_in_loop(lambda: self._directions[direction].set_delay(seconds))
 

@@ -31,6 +31,7 @@ import zmq
 from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError, ConfigError, UsageError
 from kvevents.recording import LiveBatch
+from kvevents.settings import check_finite
 from kvevents.testing.playlist import Faults, Playlist, Tape, load_tape
 from kvevents.testing.tape_sockets import LINGER_MS, MESSAGES_PER_ROUND, Sent, TapeCounts, TapeSockets
 
@@ -237,12 +238,12 @@ class TapePlayer(Closeable):
         """
         condition = self._sockets.condition
         with condition:
-            return condition.wait_for(lambda: self._sockets.subscriptions.total() >= count, timeout)
+            return condition.wait_for(lambda: self._sockets.subscriptions.total() >= count, check_finite(timeout))
 
     def wait_until(self, condition: Callable[[TapeCounts], bool], timeout: float) -> bool:
         """Wait for a condition like `lambda counts: counts.replayed == 100`. Return False if `timeout` seconds pass first."""
         with self._sockets.condition:
-            return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), timeout)
+            return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), check_finite(timeout))
 
     # --- closing the player
 
