@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from kvevents.client.schemas import Decision, DecisionsAnswer, Reservation, ReservationsAnswer, Selection
-from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, wait_for, write
+from service_cases import BLOCK, DEADLINE, MODEL, Service, engine, engines, prompt, serving, wait_for, write
 from service_grpc_cases import read_messages
 
 PROMPT = [*prompt(1), 1]
@@ -145,6 +145,33 @@ def test_a_worker_that_leaves_takes_no_count_along(service: Service) -> None:
         made = reserve(service, candidates=[{"instance": "c"}])
         service.post("/unregister", instance_id="c", model_name=MODEL)
         assert service.ask("DELETE", f"/v1/reservations/{made.id}").status == 200
+
+
+def test_reservations_of_an_engine_that_restarts_count_no_longer(service: Service) -> None:
+    """Its requests have ended with it. So it has the mean number of requests of the other engines, as a new engine has."""
+    labels = {"role": "restarts"}
+
+    def requests() -> dict[str, float | None]:
+        found = select(service, tokens=fresh(1), labels=labels, explain=True)
+        return {one.instance: one.requests for one in found.considered or ()}
+
+    with engine() as steady, engine() as first:
+        place: dict[str, Any] = {"endpoint": first.endpoint, "replay_endpoint": first.replay_endpoint, "bind": True}
+        service.register("d", steady.publisher, labels=labels)
+        service.register("e", first.publisher, labels=labels)
+        for one in (steady, first):
+            one.store(prompt(9))
+        for name in ("d", "e"):
+            service.exact(name)
+        made = [reserve(service, candidates=[{"instance": "e"}]) for _ in range(40)]
+        assert (requests()["e"] or 0) >= 40
+    with engine(**place) as again:
+        again.store(prompt(3))
+        service.exact("e")
+        wait_for("the load of the process that has ended to be forgotten", lambda: (requests()["e"] or 0) < 20)
+        assert all(service.ask("DELETE", f"/v1/reservations/{one.id}").status == 200 for one in made)
+    for name in ("d", "e"):
+        service.post("/unregister", instance_id=name, model_name=MODEL)
 
 
 def test_nothing_is_reserved_where_nothing_can_be_reached(service: Service) -> None:

@@ -489,8 +489,8 @@ class AnswerReader:
 
     def _give_up_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         deliverer = self._deliverer
-        forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
-        reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
+        forgotten = f"publisher restarted, or forgot number {fingerprint.seq}: replay starts after it"
+        reason = forgotten if fetch.has_more else f"publisher restarted: replay ends before number {fingerprint.seq}"
         if not fetch.has_more or self._retries_distrusted:
             # All batches of replay are older than the live batch, so replay serves another incarnation or another stream.
             return self._handle_conflict(fetch, reason)

@@ -190,6 +190,11 @@ class Reset(msgspec.Struct, frozen=True, gc=False):
     """The incarnation that begins now. Deliveries of earlier incarnations no longer apply."""
     reason: str
 
+    @property
+    def is_restart(self) -> bool:
+        """Whether the publisher is another process than before."""
+        return self.reason.startswith("publisher restarted: ")
+
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
     """Batches `first` to `last`, both included, are not delivered. The next delivery continues after batch `last`."""

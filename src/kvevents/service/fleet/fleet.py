@@ -233,13 +233,17 @@ class Fleet(Listener):
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
-        peers = self.scopes.streams_of(registration.scope)
-        self.loads.requests.join(name, rank, peers[:: len(peers) // MAX_AVERAGED_STREAMS + 1])
+        self._join(registration)
         member.load = self.loads.follow(registration, self.curve)
         member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
         self.index.set_drafts(name, registration.drafts)
         return source
+
+    def _join(self, registration: Registration) -> None:
+        """Count as many requests for a new engine as its peers have on average."""
+        peers = self.scopes.streams_of(registration.scope)
+        self.loads.requests.join(*registration.key, peers[:: len(peers) // MAX_AVERAGED_STREAMS + 1])
 
     def unregister(self, key: StreamKey) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
@@ -404,6 +408,10 @@ class Fleet(Listener):
             sentence = f"batches {loss.first} to {loss.last} are lost"
         else:
             kind, sentence = "reset", f"its blocks are removed: {loss.reason}"
+            if loss.is_restart:  # The requests of the process before it have ended with it.
+                for worker in (member, *member.carried_members):
+                    self.loads.requests.remove(*worker.registration.key)
+                self._join(member.registration)
         if time.monotonic() >= member.log_muted_until:
             log.warning("%s: %s", member.registration.label, sentence)
             member.log_muted_until = time.monotonic() + LOSS_LOG_SECONDS
