@@ -120,7 +120,7 @@ class StateStore:
         """Write the registrations of clients. `registrations` is called just before the write, and returns them."""
         try:
             with self._registrations_lock:
-                _write_file(self.folder / _REGISTRATIONS_FILE, msgspec.json.format(msgspec.json.encode(registrations())))
+                _write_file(self.folder / _REGISTRATIONS_FILE, msgspec.json.encode(registrations()))
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
