@@ -98,6 +98,25 @@ def test_removals_make_room_for_new_blocks() -> None:
     assert tokens_of(index, [(7_777 * 13 + at * 7) % 50_000 for at in range(256)]) == 256
 
 
+def test_refused_blocks_are_accepted_when_they_are_stored_again() -> None:
+    """The index does not remember which blocks it has refused. Room alone brings none of them back."""
+    index = PrefixIndex(memory_limit=1_000_000)
+    feed = Feed(index)
+    turn = 0
+    while index.stats().evicted == 0:
+        turn += 1
+        feed(chain(1_000 * turn, 256, seed=turn))
+    refused = [(turn * 13 + at * 7) % 50_000 for at in range(256)]
+    feed(store([9_000_001], [7], 1, parent=1_000 * turn + 255))
+    assert tokens_of(index, [*refused, 7]) < 256
+    for gone in range(1, turn // 2):
+        feed(removal(*range(1_000 * gone, 1_000 * gone + 256)))
+    assert tokens_of(index, [*refused, 7]) < 256
+    feed(chain(1_000 * turn, 256, seed=turn), store([9_000_001], [7], 1, parent=1_000 * turn + 255))
+    assert tokens_of(index, [*refused, 7]) == 257
+    assert index.worker("a").lacks_refused, "other refused blocks may be missing"
+
+
 def test_a_late_engine_can_store_blocks_in_an_index_that_another_engine_has_filled() -> None:
     """The index accepts blocks of the engine that holds fewer, when it accepts no more of the engine that holds most."""
     index = PrefixIndex(memory_limit=2_000_000)
