@@ -41,6 +41,27 @@ def test_a_plane_is_created_once_and_found(server: NatsServer) -> None:
     run_with_jetstream(settings, work)
 
 
+def test_settings_of_new_planes_that_an_existing_plane_does_not_have_are_logged(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the warning, an operator who sets `--copies 3` later believes that there are three copies."""
+    settings = plane(server, "unused")
+
+    async def work(js: JetStreamContext) -> None:
+        await create_plane(js, settings)
+        await create_plane(js, settings)
+        await create_plane(js, PlaneSettings(servers=(server.url,), name="unused"))
+        assert not caplog.records
+        assert (await create_plane(js, plane(server, "unused", 4, copies=3))).partitions == 3
+
+    run_with_jetstream(settings, work)
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(":")[0] for line in logged] == [
+        "plane 'unused' exists with --partitions 3, so 4 has no effect",
+        "plane 'unused' exists with --copies 1, so 3 has no effect",
+    ]
+
+
 def test_processes_that_create_a_plane_at_once_get_the_same_plane(server: NatsServer) -> None:
     """This holds even if their settings differ."""
     settings = [plane(server, "race", partitions) for partitions in (2, 4, 3, 2)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -27,6 +28,8 @@ from kvevents.settings import build_decoder_now
 from kvevents_plane.nats_errors import map_errors
 from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY_MARK, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents_plane.settings import PlaneSettings
+
+log = logging.getLogger(__name__)
 
 LAYOUT_VERSION: Final = 3
 """Version of the layout of a plane's objects. A release that supports another version cannot use the plane."""
@@ -209,6 +212,21 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
             f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
             f"{REPAIR_ADVICE}, or choose another name for the plane"
         )
+    elif partition == 0:
+        _log_unused_settings(info, layout, settings)
+
+
+def _log_unused_settings(info: StreamInfo, layout: Layout, settings: PlaneSettings) -> None:
+    """Log settings of new planes that differ from an existing plane, except default values."""
+    config, defaults = info.config, PlaneSettings(servers=settings.servers)
+    for option, value, wanted, default in (
+        ("--partitions", layout.partitions, settings.partitions, defaults.partitions),
+        ("--copies", config.num_replicas, settings.copies, defaults.copies),
+        ("--partition-size", config.max_bytes, settings.partition_bytes, defaults.partition_bytes),
+    ):
+        if wanted not in {value, default}:
+            text = "plane %r exists with %s %s, so %s has no effect: change its streams in NATS, or create another plane"
+            log.warning(text, layout.name, option, value, wanted)
 
 
 def _advise_on_error(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
