@@ -760,7 +760,10 @@ def test_a_lora_can_be_given_by_its_number(service: Service, fresh: tuple[int, s
     base, adapted = prompt(41), prompt(42)
     made.store(base)
     made.store(adapted, lora_id=7)
-    service.exact(number, blocks=8)
+    unadapted = [prompt(45), prompt(46)]
+    made.store(unadapted[0], lora_id=-1)
+    made.store(unadapted[1], lora_id=-1, lora_name="")
+    service.exact(number, blocks=16)
 
     def held(tokens: list[int], **scope: Any) -> tuple[int, int]:
         found = service.held(tokens, model_name=model, **scope).get(str(number), 0)
@@ -769,9 +772,45 @@ def test_a_lora_can_be_given_by_its_number(service: Service, fresh: tuple[int, s
 
     assert held(base) == held(adapted, lora_id=7) == (64, 64)
     assert held(base, lora_id=7) == held(adapted) == held(adapted, lora_id=8) == (0, 0)
+    for tokens in (base, *unadapted):  # -1 is no LoRA: Mooncake Conductor writes it for the base model
+        assert held(tokens) == held(tokens, lora_id=-1) == (64, 64)
     assert service.post("/query", model_name=model, token_ids=[], lora_id=2**63).status == 422
     refused = service.register("numbered", "tcp://127.0.0.1:1", model_name=model, lora_id=7)
     assert (refused.status, refused.reason) == (400, "lora-id")
+    assert service.register(number, made.publisher, model_name=model, lora_id=-1).status == 200
+
+
+def test_events_can_name_the_lora_and_the_salt_of_the_registration(service: Service) -> None:
+    """Mooncake's registration has the LoRA of an engine, although events of vLLM from 0.14 on name it too."""
+    named, unnamed, other = prompt(47), prompt(48), prompt(49)
+    with engines(1) as made:
+        own: dict[str, Any] = {"lora_name": "sql", "cache_salt": "s"}
+        assert service.register("own", made[0].publisher, model_name="owned", **own).status == 201
+        made[0].store(named[:32], **own)
+        made[0].store(named)
+        made[0].store(unnamed)
+        made[0].store(unnamed[:32], **own)
+        made[0].store(other, lora_name="other")
+        service.exact("own")
+
+        def held(tokens: list[int], **scope: Any) -> dict[str, int]:
+            return service.held(tokens, model_name="owned", **scope)
+
+        wait_for("all blocks", lambda: held(unnamed, **own) == {"own": 64})
+        assert held(named, **own) == {"own": 64}
+        assert (
+            held(other, **own)
+            == held(named)
+            == held(named, lora_name="sql")
+            == held(named, lora_name="x", cache_salt="s")
+            == {}
+        )
+        rows = service.post("/v1/match", model="owned", lora="sql", salt="s", tokens=[*named, 1]).json["workers"]
+        assert [(row["instance"], row["tokens"]) for row in rows] == [("own", 64)]
+        assert service.post("/v1/select", model="owned", lora="sql", salt="s", tokens=[*named, 1]).json["instance"] == "own"
+        hashes = {"block_hashes": local_hashes(named, BLOCK), **own}
+        assert list(service.post("/query_by_hash", model_name="owned", **hashes).json["instances"]) == ["own"]
+        service.post("/unregister", instance_id="own")
 
 
 def test_a_model_can_be_the_name_of_an_adapter(service: Service) -> None:
@@ -853,6 +892,20 @@ def test_local_hashes_are_accepted_in_every_notation(service: Service, fresh: tu
     for written in (list(map(to_signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
         answer = service.post("/query_by_hash", model_name=model, block_hashes=written)
         assert answer.json["scores"] == {str(number): {"0": 64}}
+
+
+def test_hashes_match_as_soon_as_an_engine_without_a_registered_block_size_is_exact(service: Service) -> None:
+    for seed in range(4):
+        tokens = prompt(60 + seed)
+        with engine(seed=60 + seed) as made:
+            assert service.register("sizeless", made.publisher, model_name="sizeless", block_size=None).status == 201
+            wait_for("the subscription", lambda made=made: made.publisher.stats().subscribers)  # type: ignore[misc]
+            made.store(tokens)
+            wait_for("its blocks", lambda tokens=tokens: service.held(tokens, model_name="sizeless"))  # type: ignore[misc]
+            wait_for("trust", lambda: service.query([1], model_name="sizeless")["instances"] == {})  # EXACT, holds nothing
+            answer = service.post("/query_by_hash", model_name="sizeless", block_hashes=local_hashes(tokens, BLOCK))
+            assert answer.json["scores"] == {"sizeless": {"0": 64}}
+            assert service.post("/unregister", instance_id="sizeless").status == 200
 
 
 def test_unknown_hashes_and_hashes_from_the_middle_match_nothing(service: Service, fresh: tuple[int, str, Engine]) -> None:

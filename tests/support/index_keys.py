@@ -31,12 +31,13 @@ class Scope:
 
 def seed_of(lora: str | int | None, salt: int) -> int:
     """Return the seed of local hashes. `salt` is the result of `salt_term`; 0 without a salt."""
-    lora_term = 0 if lora is None else xxh3(struct.pack("<q", lora), 2) if isinstance(lora, int) else xxh3(lora.encode())
-    return (1337 + lora_term + salt) % MODULUS
+    if isinstance(lora, int):
+        return (1337 + (xxh3(struct.pack("<q", lora), 2) if lora >= 0 else 0) + salt) % MODULUS
+    return (1337 + (xxh3(lora.encode()) if lora else 0) + salt) % MODULUS
 
 
 def salt_term(salt: str | None) -> int:
-    return 0 if salt is None else xxh3(salt.encode(), 1)
+    return xxh3(salt.encode(), 1) if salt else 0
 
 
 def local_hash(tokens: Sequence[int], seed: int, extras: Iterable[int] = ()) -> int:
@@ -120,11 +121,11 @@ def block_key(event: BlockStored, index: int, parent: tuple[int, int] | None) ->
     """Return key and salt of a block of `event`. `parent` is those of its parent; None for the root."""
     bare, extras = event_extras(event, index)
     named = event.cache_salt
-    if parent is None and named is None and bare:
+    if parent is None and not named and bare:
         named = bare[0]
     bare = bare[1:] if parent is None else bare
     salt = salt_term(named) or (parent[1] if parent is not None else 0)
-    seed = seed_of(event.lora_id if event.lora_name is None else event.lora_name, salt)
+    seed = seed_of(event.lora_name or event.lora_id, salt)
     local = local_hash(event_tokens(event, index), seed, [*extras, *(xxh3(text.encode(), 3) for text in bare)])
     return rolling(parent[0] if parent is not None else None, local), salt
 

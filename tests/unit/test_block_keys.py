@@ -153,6 +153,11 @@ def test_different_namespaces_have_no_key_in_common(left: Any, right: Any) -> No
     assert set(block_keys(TOKENS, 16, left)[1:]).isdisjoint(block_keys(TOKENS, 16, right)[1:])
 
 
+@pytest.mark.parametrize("fields", [{"lora": ""}, {"lora": -1}, {"salt": ""}, {"lora": "", "salt": ""}])
+def test_empty_names_and_negative_numbers_mean_the_base_model_without_a_salt(fields: Any) -> None:
+    assert block_keys(TOKENS, 16, Namespace(**fields)) == block_keys(TOKENS, 16)
+
+
 # --- keys of stores
 
 

@@ -283,17 +283,13 @@ impl State {
 
     /// Applies the first `count` blocks of a store with tokens.
     fn store_with_tokens(&mut self, store: &Store<'_>, count: usize, size: u32, announcement: u8) -> Result<(), Reason> {
-        let lora = match (&store.namespace.lora_name, store.namespace.lora_id) {
-            (Some(name), _) => keys::lora_name(name),
-            (None, Some(id)) => keys::lora_id(id),
-            (None, None) => 0,
-        };
+        let lora = keys::lora(store.namespace.lora_name.as_deref(), store.namespace.lora_id);
         let is_root = store.parent.is_none();
         let mut extras = std::mem::take(&mut self.extras);
         let lora_name = store.namespace.lora_name.as_deref();
         let bare_salt = extras_of(store.extra_keys.as_deref(), lora_name, is_root, &mut extras);
         let extra_keys = split_extra_keys(store.extra_keys.as_deref()).ok_or("nested extra keys")?;
-        let own_salt = store.namespace.cache_salt.as_deref().map(keys::salt);
+        let own_salt = store.namespace.cache_salt.as_deref().and_then(keys::stated_salt);
         let mut content = Content {
             tokens: Cow::default(),
             extras: Vec::new(),

@@ -39,19 +39,41 @@ impl Scheme {
     }
 }
 
-/// The part of a seed that a LoRA's name contributes.
+/// The part of a seed that a LoRA's name contributes. Clients that cannot omit a field send an empty name for the base model.
 pub fn lora_name(name: &[u8]) -> u64 {
-    xxh3_64(name)
+    if name.is_empty() { 0 } else { xxh3_64(name) }
 }
 
-/// The part of a seed for a LoRA that is known by its number only (vLLM before 0.14).
+/// The part of a seed for a LoRA that is known by its number only (vLLM before 0.14). A negative number, such as the -1 of Mooncake, means
+/// the base model.
 pub fn lora_id(id: i64) -> u64 {
-    xxh3_64_with_seed(&id.to_le_bytes(), LORA_ID_SEED)
+    if id < 0 {
+        0
+    } else {
+        xxh3_64_with_seed(&id.to_le_bytes(), LORA_ID_SEED)
+    }
 }
 
-/// The part of a seed that a salt contributes.
+/// The part of a seed that the LoRA of a store contributes. The number counts if the store has no name.
+pub fn lora(name: Option<&[u8]>, id: Option<i64>) -> u64 {
+    match name.filter(|name| !name.is_empty()) {
+        Some(name) => lora_name(name),
+        None => id.map_or(0, lora_id),
+    }
+}
+
+/// The part of a seed that a salt contributes. An empty salt means no salt.
 pub fn salt(salt: &[u8]) -> u64 {
-    xxh3_64_with_seed(salt, SALT_SEED)
+    if salt.is_empty() {
+        0
+    } else {
+        xxh3_64_with_seed(salt, SALT_SEED)
+    }
+}
+
+/// The part of a seed that the field for salts of a store contributes; None if the field is empty, as if it were missing.
+pub fn stated_salt(text: &[u8]) -> Option<u64> {
+    (!text.is_empty()).then(|| salt(text))
 }
 
 /// The seed of local hashes in a namespace, given the parts of its LoRA and its salt, each of which is 0 if absent.

@@ -1,6 +1,7 @@
 //! Answers queries: reads the bodies of requests, and writes the bodies of answers.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use hyper::Method;
@@ -370,6 +371,9 @@ impl Endpoints {
             }
             self.rows(table, &matches, &mut rows);
         }
+        if scopes.len() > 1 {
+            keep_longest(&mut rows);
+        }
         self.check_present(table)?;
         self.metrics.lookup(tokens.len(), longest_match(&rows));
         Ok(rows)
@@ -419,6 +423,9 @@ impl Endpoints {
                     let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model);
                     self.rows(table, &matches.ok_or(Declined::Unread)?, &mut rows);
                 }
+            }
+            if found.within.len() > 1 {
+                keep_longest(&mut rows);
             }
             self.check_present(table)?;
             self.metrics.lookup(0, longest_match(&rows));
@@ -632,6 +639,18 @@ fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Result<Cow<
 
 fn longest_match(rows: &[Row]) -> u32 {
     rows.iter().map(|row| row.tokens).max().unwrap_or(0)
+}
+
+/// Removes all rows of each worker except its longest. A worker has several rows if it was looked up in several namespaces.
+fn keep_longest(rows: &mut Vec<Row>) {
+    let mut longest: HashMap<u32, u32> = HashMap::with_capacity(rows.len());
+    for row in rows.iter() {
+        let tokens = longest.entry(row.place).or_default();
+        *tokens = row.tokens.max(*tokens);
+    }
+    if longest.len() < rows.len() {
+        rows.retain(|row| longest.get(&row.place) == Some(&row.tokens) && longest.remove(&row.place).is_some());
+    }
 }
 
 /// Adds rows of workers that hold no token.

@@ -288,17 +288,23 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // If a worker's events contain LoRA and salt, its scope does not contain them, since block keys include them.
+        // If a worker's events contain LoRA and salt, block keys include them. Usually the scope of such a worker does not contain them.
         for own_lora in none_and_value(scope.lora.as_ref()) {
             for own_salt in none_and_value(scope.salt.as_ref()) {
                 let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;
                 if let Some((_, worker)) = of_fleet.iter().find(|(_, worker)| is_own(&worker.scope)) {
-                    within.push(IndexScope {
-                        model: Some(worker.label.clone()),
-                        lora: if own_lora.is_none() { lora } else { 0 },
-                        salt: if own_salt.is_none() { salt } else { 0 },
-                        items: Items::default(),
-                    });
+                    for lora in possible_seeds(own_lora.is_some(), lora) {
+                        for salt in possible_seeds(own_salt.is_some(), salt) {
+                            let model = Some(worker.label.clone());
+                            let items = Items::default();
+                            within.push(IndexScope {
+                                model,
+                                lora,
+                                salt,
+                                items,
+                            });
+                        }
+                    }
                 }
             }
         }
@@ -353,6 +359,12 @@ pub(crate) fn is_short(name: &str) -> bool {
 fn none_and_value<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)
+}
+
+/// Returns the parts of seeds that a LoRA or a salt can contribute to the blocks of a worker. If the worker is registered with it, its events
+/// usually do not contain it, but they can.
+fn possible_seeds(is_registered: bool, seed: u64) -> impl Iterator<Item = u64> + Clone {
+    std::iter::once(seed).chain((is_registered && seed != 0).then_some(0))
 }
 
 fn lora_seed(lora: Option<&Lora>) -> u64 {

@@ -177,7 +177,7 @@ pub(crate) trait Names {
             model: pick_value(model, false)?.filter(|model| !model.is_empty())?.clone(),
             tenant: pick_value(tenant, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
             group: pick_value(group, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
-            lora: lora.or(self.lora_id().map(Lora::Id)),
+            lora: lora.or(self.lora_id().filter(|id| *id >= 0).map(Lora::Id)),
             salt: pick_value(salt, true)?.cloned(),
         })
     }

@@ -75,8 +75,13 @@ def model_of(request: Any) -> str:
 
 def scope_of(request: Any) -> Scope:
     """Return the scope of the prompts of a request. An empty LoRA or salt counts as missing. Raises `ServiceError`."""
-    lora = read_value(request, LORA)
-    return Scope(model_of(request), *owner_of(request), request.lora_id if lora is None else lora, read_value(request, SALT))
+    lora = read_value(request, LORA) or number_of_lora(request)
+    return Scope(model_of(request), *owner_of(request), lora, read_value(request, SALT))
+
+
+def number_of_lora(request: Any) -> int | None:
+    """Return the number of the LoRA of a request; None if it is missing or negative: Mooncake sends -1 for the base model."""
+    return None if request.lora_id is None or request.lora_id < 0 else request.lora_id
 
 
 def owner_of(request: Any) -> tuple[str, str]:

@@ -34,11 +34,7 @@ impl<'a> TokenStore<'a> {
         }
         let keyed = (count * event.block_size as usize) << u32::from(event.pairs);
         let tokens = &event.tokens.slice(&read.scratch.tokens)[..keyed];
-        let lora = match (read.bytes(event.lora_name), event.lora_id) {
-            (Some(name), _) => keys::lora_name(name),
-            (None, Some(id)) => keys::lora_id(id),
-            (None, None) => 0,
-        };
+        let lora = keys::lora(read.bytes(event.lora_name), event.lora_id);
         let scheme = Scheme {
             size: event.block_size as u32,
             eagle: event.pairs,
@@ -50,7 +46,7 @@ impl<'a> TokenStore<'a> {
             scheme,
             lora,
             salt: None,
-            own_salt: read.bytes(event.cache_salt).map(keys::salt),
+            own_salt: read.bytes(event.cache_salt).and_then(keys::stated_salt),
             is_unkeyed: event.extra_keys.is_none() && event.cache_salt.is_none(),
             placement: 0,
         })
@@ -151,7 +147,7 @@ fn keys_after(
 pub(super) fn salt_of(read: &PayloadEvents<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     let is_root = event.parent_hash().is_none();
     let bare = extras_of(read.extra_keys(event), read.bytes(event.lora_name), is_root, extras);
-    let own = read.bytes(event.cache_salt).map(keys::salt);
+    let own = read.bytes(event.cache_salt).and_then(keys::stated_salt);
     if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
 }
 

@@ -388,8 +388,8 @@ class Fleet(Listener):
     def _update_after(self, batch: RawBatch, member: Member, now: float) -> None:
         """Update the trust of a member immediately if it is not EXACT, or might no longer be EXACT after this batch."""
         info, key = member.info, member.registration.key
-        has_unknown_size = info is None or info.incarnation != batch.incarnation or not info.block_sizes
-        if member.registration.block_size is not None and has_unknown_size:
+        # Hashes of a query are looked up by the block sizes, and a block size can contradict the registration.
+        if info is None or info.incarnation != batch.incarnation or not info.block_sizes:
             self._refresh(key, now)
             self._update_trust(member, now)
             return

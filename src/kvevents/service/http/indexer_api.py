@@ -23,7 +23,7 @@ from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
 from kvevents.service.registrations import InstanceQuery
-from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, read_value
+from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, number_of_lora, owner_of, read_value
 from kvevents.service.service import Service
 
 HASH_REGEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
@@ -118,8 +118,8 @@ def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
     """Return the fields of a request that apply to all ranks, under their names in `Registration` and `Template`."""
     tenant, group = owner_of(body)
     lora = read_value(body, LORA)
-    if lora is None and body.lora_id is not None:
-        sentence = f"lora_id {body.lora_id} does not name a LoRA"
+    if lora is None and (number := number_of_lora(body)) is not None:
+        sentence = f"lora_id {number} does not name a LoRA"
         raise RefusedError(sentence, "lora-id", "send the name of the LoRA as lora_name, or leave out lora_id")
     return {
         "topic": body.topic,
