@@ -205,6 +205,18 @@ def test_prompts_that_are_hashed_by_the_front_end(service: Service) -> None:
     assert post(service, "/select", isl_tokens=100)["effective_prefill_tokens"] == 100
 
 
+def test_a_worker_with_too_many_requests_gets_no_credit_for_its_cache(service: Service) -> None:
+    """Otherwise all prompts with the same system prompt would be sent to the worker that has cached it first."""
+    for number in range(12):
+        post(
+            service, "/select_and_reserve", selection_id=f"busy-{number}", token_ids=PROMPT, pinned_worker={"worker_id": FIRST}
+        )
+    for sent in ({"token_ids": PROMPT}, hashed(PROMPT)):
+        selected = post(service, "/select_and_reserve", **sent)
+        assert selected["worker_id"] == SECOND, list(sent)
+        service.ask("DELETE", f"/reservations/{selected['selection_id']}")
+
+
 def test_open_reservations_decide(service: Service) -> None:
     """A front end that reserves spreads prompts that no worker holds."""
     for sent in ({"token_ids": list(range(900_000, 900_400))}, {"isl_tokens": 400}):
@@ -227,7 +239,12 @@ def test_workers_are_filtered_pinned_and_preferred(service: Service) -> None:
     post(service, "/select", 400, token_ids=PROMPT, allowed_worker_ids=[FIRST], pinned_worker={"worker_id": SECOND})
     post(service, "/select", 503, token_ids=PROMPT, allowed_worker_ids=[99])
     post(service, "/select", 503, token_ids=PROMPT, pinned_worker={"worker_id": FIRST, "dp_rank": 1})
-    post(service, "/select", 503, token_ids=PROMPT, routing_constraints={"required_taints": ["zone=c"]})
+    for taints in (["zone=c"], ["zone=b", "zone=a"]):
+        post(service, "/select", 503, token_ids=PROMPT, routing_constraints={"required_taints": taints})
+    post(service, "/select", 422, token_ids=PROMPT, routing_constraints={"required_taints": ["=b"]})
+    for name in ("lora_name", "cache_salt"):
+        post(service, "/select", 200, token_ids=PROMPT, **{name: "x" * 512})
+        post(service, "/select", 422, token_ids=PROMPT, **{name: "x" * 513})
     post(service, "/select", 404, token_ids=PROMPT, routing_group="other")
     post(service, "/select", 422, token_ids=["a"])
 

@@ -14,7 +14,8 @@ from kvevents.service.http.indexer_api import Hash
 
 WorkerId = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 64) - 1})]
 Count = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": (1 << 63) - 1})]
-Session = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
+OptionalName = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
+"""A name; an empty text means no name."""
 
 
 class WorkerRank(Struct, frozen=True):
@@ -42,13 +43,13 @@ class RouterOverride(Struct, frozen=True):
 class SessionContext(Struct, frozen=True):
     """The conversation of a request."""
 
-    session_id: Session
+    session_id: OptionalName
 
 
 class RoutingConstraints(Struct, frozen=True):
     """Restricts the workers by their labels."""
 
-    required_taints: Annotated[list[RequestName], Meta(max_length=MAX_LABELS)] = []
+    required_taints: Annotated[list[Annotated[RequestName, Meta(pattern="^[^=]")]], Meta(max_length=MAX_LABELS)] = []
     """Labels as `NAME=VALUE`; `NAME` alone means `NAME=true`."""
 
 
@@ -62,8 +63,8 @@ class PromptRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     mm_routing_info: RoutingTokens | None = None
     block_hashes: list[Hash] | None = None
     isl_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"maximum": (1 << 63) - 1})] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
+    lora_name: OptionalName | None = None
+    cache_salt: OptionalName | None = None
     router_config_override: RouterOverride | None = None
 
 
@@ -71,7 +72,7 @@ class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=Tru
     """A request to `/select` or `/select_and_reserve`."""
 
     selection_id: ReservationId | None = None
-    session_id: Session | None = None
+    session_id: OptionalName | None = None
     session_context: SessionContext | None = None
     affinity_target: WorkerRank | None = None
     pinned_worker: WorkerRank | None = None

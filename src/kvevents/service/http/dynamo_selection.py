@@ -196,9 +196,13 @@ class _Chooser:
         self._prompt = prompt
         credit = None if body.router_config_override is None else body.router_config_override.overlap_score_credit
         self._ignores_cache = credit == 0
-        taints = (taint.partition("=") for taint in body.routing_constraints.required_taints)
+        parts = (taint.partition("=") for taint in body.routing_constraints.required_taints)
+        taints = {(name, value or "true") for name, _, value in parts}
+        labels = dict(taints)
+        if len(labels) < len(taints):
+            raise UnavailableError("required_taints has two values of one label", "no-candidates", "a worker has one value")
         self._terms: dict[str, Any] = {
-            "labels": {name: value or "true" for name, _, value in taints},
+            "labels": labels,
             "session": body.session,
             "explain": True,
         }
@@ -260,17 +264,31 @@ class _Chooser:
         first = self._select(_dummy_tokens(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
-        def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
-            cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NO_TOKENS).all
-            is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
-            return candidate.score - min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state], is_other
+        considered = first.considered or ()
 
-        best = min(first.considered or (), key=cost)
+        def credit(candidate: schemas.ScoredCandidate) -> float:
+            cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NO_TOKENS).all
+            return min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state]
+
+        max_requests = _max_requests([candidate.requests or 0.0 for candidate in considered], max(map(credit, considered)))
+
+        def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
+            is_hot = (candidate.requests or 0.0) > max_requests
+            is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
+            return candidate.score - (0.0 if is_hot else credit(candidate)), is_other
+
+        best = min(considered, key=cost)
         worker = best.instance, best.rank
         tokens = _dummy_tokens(max(1, length - matches.get(worker, _NO_TOKENS).all))
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
         return self._pending(*worker, tokens, ignores_cache=True), of_instance
+
+
+def _max_requests(requests: Sequence[float], best_credit: float) -> float:
+    """Return the number of requests above which a worker's cache does not count, as in `native/routing/src/choice.rs`."""
+    factor = min(2.0, max(1.25, 1.0 + (0.125 / max(1.0 - best_credit, 1e-9)) ** 2))
+    return max(8.0, factor * sum(requests) / (len(requests) - 1 + factor))
 
 
 def _is_waiting(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
