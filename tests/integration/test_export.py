@@ -88,6 +88,12 @@ def test_depths_and_keys_follow_the_chain(tmp_path: Path) -> None:
     ]
 
 
+def test_a_parent_of_0_is_the_root_unless_a_block_has_that_hash(tmp_path: Path) -> None:
+    folder = export_one_worker(tmp_path, [stored([9], [1], 0), stored([0], [2]), stored([8], [3], 0)])
+    keys = [*block_keys(tokens_of(1), SIZE), *block_keys(tokens_of(2, 3), SIZE)]
+    assert column(folder, "events", "block_key", "depth") == [(keys[0], 1), (keys[1], 1), (keys[2], 2)]
+
+
 def test_each_kind_of_event_has_its_rows(tmp_path: Path) -> None:
     folder = export_one_worker(
         tmp_path,

@@ -27,6 +27,7 @@ BAD_EVENTS: dict[str, tuple[bytes, str]] = {
     "tokens missing": (pack(["BlockStored", [1]]), "bad-field"),
     "block size nil": (pack(make_store(block_size=None)), "bad-field"),
     "block size a string": (pack(make_store(block_size="16")), "bad-field"),
+    "Mooncake's object key without a hash": (pack({"event_type": "removed", "seq_hashes": [], "object_key": "a"}), "bad-field"),
     "medium a number": (pack(make_store(medium=3)), "bad-field"),
     "extra keys flat": (pack(make_store(extra_keys=["a"])), "bad-field"),
     "extra keys a map": (pack(make_store(extra_keys={"a": []})), "bad-field"),

@@ -107,7 +107,9 @@ class Stream:
             if plane.level == 0 and (count or not event.block_hashes):  # connectors announce chunks on other tiers
                 self.rules[group] = "dense"
             before: Block | None = None
-            parents = [event.parent_block_hash, *event.block_hashes]
+            first = event.parent_block_hash
+            is_root = first is None or (first == 0 and 0 not in self.blocks)  # some engines send 0 for "no parent"
+            parents = [None if is_root else first, *event.block_hashes]
             for index, value in enumerate(event.block_hashes[:count]):
                 before = self.put(Waiting(value, plane, parents[index], event, index), before)
 

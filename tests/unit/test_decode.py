@@ -305,6 +305,13 @@ def test_a_parent_of_zero_is_a_hash() -> None:
     assert decode_one(batch_of(make_store(parent_block_hash=0, unknown=1))).parent_block_hash == 0
 
 
+@pytest.mark.parametrize("form", [make_store(token_ids=None), ["BlockStored", [11], None, None, 2, None, "GPU", None]])
+def test_tokens_of_nil_are_unknown_tokens(form: Any) -> None:
+    """vLLM-Ascend's AscendStoreConnector sends nil if it has no tokens of a block that vLLM has announced with tokens."""
+    event = decode_one(batch_of(form))
+    assert (event.block_hashes, event.token_ids, event.block_size) == ([11], [], 2)
+
+
 def test_parent_zero_means_no_parent_in_an_event_that_llm_d_wraps() -> None:
     arrays = ["BlockStored", [11], 0, [1, 2], 2, None, "GPU", None]
     decoded = decode_batch(
@@ -425,6 +432,21 @@ def test_a_mooncake_removal_is_decoded(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("more", [{}, {"type": "AllBlocksCleared", "seq_hashes": None}], ids=["plain", "compat"])
 def test_a_mooncake_clear_is_decoded(more: dict[str, Any]) -> None:
     assert decode_one(pack([1700000000123, [{"event_type": "cleared"} | more], 0])) == AllBlocksCleared()
+
+
+@pytest.mark.parametrize("kind", ["stored", "removed"])
+def test_a_mooncake_event_whose_object_key_has_no_hash_is_rejected(kind: str) -> None:
+    """Mooncake sends the event of such an object without a hash, so it names no block."""
+    event: dict[str, Any] = {
+        "event_type": kind,
+        "object_key": "model@0@cafe",
+        "seq_hashes": [],
+        "block_hashes": [],
+        "token_ids": None,
+    }
+    decoded = decode_batch(pack([1700000000123, [event, {"event_type": "removed", "seq_hashes": [7]}], 0]))
+    assert (decoded.batch.events, rejected_reasons(decoded)) == ([BlockRemoved([7])], [(0, "bad-field")])
+    assert decoded.rejected[0].detail == "seq_hashes is empty: the object key contains no hash"
 
 
 def test_a_vllm_event_can_have_an_unknown_field_event_type() -> None:

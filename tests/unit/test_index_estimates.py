@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from index_cases import Feed, cleared, removal, store, tokens_of
+from index_keys import Scope
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, PrefixIndex
 from kvevents.publisher.compaction import Compactor
@@ -278,6 +279,44 @@ def test_the_hash_of_an_empty_tuple_is_the_root(raw: bool) -> None:
     consumer.take(page([7, 8], hash((3, 4))))
     assert [tokens_of(consumer.index, [*first, 3, 4, 7, 8]) for first in ([1, 2], [5, 6])] == [4, 6]
     assert consumer.is_estimate()
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_parent_of_0_is_the_root_unless_a_block_has_that_hash(raw: bool) -> None:
+    """llm-d's simulator (in arrays) and older releases of LMCache send 0 for "no parent". But 0 is a legal hash."""
+    consumer = Follower(raw=raw)
+    consumer.take(store([5, 6], [1, 1, 2, 2], 2, 0), store([7], [3, 3], 2, 6))
+    consumer.take(store([8], [4, 4], 2, 0, medium="CPU", extra_keys=[("salt",)]))
+    assert (tokens_of(consumer.index, [1, 1, 2, 2, 3, 3]), consumer.is_estimate()) == (6, False)
+    assert tokens_of(consumer.index, [4, 4], Scope(salt="salt")) == 2
+    consumer.take(store([0], [9, 9], 2), store([1], [8, 8], 2, 0))
+    assert (tokens_of(consumer.index, [9, 9, 8, 8]), tokens_of(consumer.index, [8, 8])) == (4, 0)
+
+
+def test_snapshots_have_the_blocks_of_parents_of_0_and_of_chunks_of_lmcache() -> None:
+    index, late, compactor = PrefixIndex(), PrefixIndex(), Compactor.create()
+    assert compactor is not None
+    chunks = [store([20], [1, 1, 2, 2, 3], 4, medium="cpu"), store([21], [3, 3, 4, 4], 4, 20, medium="cpu")]
+    events: list[KVEvent] = [store([5, 6], [1, 1, 2, 2], 2, 0), *chunks, store([0], [9, 9], 2), store([1], [8, 8], 2, 0)]
+    payload = encode_batch(KVEventBatch(1.0, events))
+    index.apply_payload("a", 0, 0, payload)
+    compactor.append(payload)
+    for seq, part in enumerate(compactor.payloads(1 << 20, 1.0) or ()):
+        late.apply_payload("a", 0, seq, part)
+    assert late.digest("a") == index.digest("a")
+    assert [tokens_of(late, prompt) for prompt in ([1, 1, 2, 2, 3, 3, 4, 4], [9, 9, 8, 8], [8, 8])] == [8, 4, 0]
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_chunk_of_lmcache_ends_with_the_first_token_of_the_next_chunk(raw: bool) -> None:
+    """LMCache 0.5.6 sends such a token with each chunk except the last (LMCache/LMCache#4543)."""
+    consumer = Follower(raw=raw)
+    consumer.take(store([1], range(4), 4, group_idx=0, kv_cache_spec_kind="full_attention"))
+    consumer.take(store([20], range(5), 4, medium="cpu"), store([21], range(4, 9), 4, 20, medium="cpu"))
+    consumer.take(store([22], range(8, 12), 4, 21, medium="cpu"))
+    assert (tokens_of(consumer.index, list(range(12))), consumer.is_estimate()) == (12, False)
+    consumer.take(store([30], range(6), 4, medium="cpu"))
+    assert consumer.is_estimate(), "LMCache sends one token more"
 
 
 @pytest.mark.parametrize("kind", [None, "full_attention"])

@@ -115,7 +115,7 @@ pub fn store_of<'a>(read: &'a PayloadEvents<'_>, event: &Event) -> Store<'a> {
         parent: event.parent_hash(),
         tokens: event.tokens.slice(&read.scratch.tokens).into(),
         pairs: event.pairs,
-        keyable: event.keyable_blocks(),
+        keyable: event.keyable_blocks(|| !location.is_on_device()),
         keys: event.keyed.then(|| event.keys.slice(&read.scratch.hashes).into()),
         block_size: event.block_size,
         location,

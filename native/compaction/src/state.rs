@@ -99,7 +99,10 @@ impl State {
     /// Applies one event of a payload.
     pub fn apply(&mut self, read: &PayloadEvents<'_>, event: &Event) {
         let outcome = match event.kind {
-            Kind::Stored => self.store(&store_of(read, event)),
+            Kind::Stored => {
+                let event = event.without_zero_parent(|| self.blocks.find(0).is_some());
+                self.store(&store_of(read, &event))
+            }
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &read.location(event)),
             Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
         };

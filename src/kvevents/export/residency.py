@@ -159,7 +159,8 @@ class WorkerCache:
         if event.parent_block_hash is None:
             return ChainState(None, 0, 0)
         parent = self._blocks.get(event.parent_block_hash)
-        return ChainState(None, None, 0) if parent is None else parent.chain
+        # For `stored_keys`, too, 0 means "no parent" unless a block has this hash.
+        return ChainState(None, None if event.parent_block_hash else 0, 0) if parent is None else parent.chain
 
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, chain: ChainState, keys: StoredKeys

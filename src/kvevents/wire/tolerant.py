@@ -219,6 +219,8 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
         if wire_name in fields:
             fields[field] = fields.pop(wire_name)
     values = {name: raw for name, raw in fields.items() if not is_nil(raw)}
+    if kind != "AllBlocksCleared" and values.get("block_hashes") == _EMPTY_ARRAY:
+        raise DecodeRejectedError("bad-field", "seq_hashes is empty: the object key contains no hash")
     if kind != "BlockStored":
         return values
     if "parent_block_hash" not in values and not _is_zero(values.get("base_block_idx", _RAW_ZERO)):
@@ -341,7 +343,12 @@ class FieldReader:
         return _unsigned_hash("parent_block_hash", value), value if type(value) is bytes else None
 
     def read_tokens(self) -> list[TokenId]:
-        """Return token ids: integers, pairs of integers (SGLang with EAGLE), decimal strings or digests (TensorRT-LLM)."""
+        """Return token ids: integers, pairs of integers (SGLang with EAGLE), decimal strings or digests (TensorRT-LLM).
+
+        Nil means that the tokens are unknown: vLLM-Ascend's AscendStoreConnector sends it.
+        """
+        if "token_ids" in self._fields and self._take_optional("token_ids") is None:
+            return []
         try:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
         except MSGPACK_ERRORS:

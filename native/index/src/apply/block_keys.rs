@@ -27,7 +27,8 @@ pub(super) struct TokenStore<'a> {
 impl<'a> TokenStore<'a> {
     /// Reads the event's blocks, without their salt and placement.
     pub(super) fn read(read: &PayloadEvents<'a>, event: &Event) -> Result<Self, &'static str> {
-        let count = event.keyable_blocks().ok_or("length-mismatch")?;
+        let is_below_device = || !read.location(event).is_on_device();
+        let count = event.keyable_blocks(is_below_device).ok_or("length-mismatch")?;
         let hashes = &event.hashes.slice(&read.scratch.hashes)[..count];
         if count == 0 && event.hashes.length > 0 {
             return Err("bad-token");
@@ -107,6 +108,7 @@ pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredK
     if event.kind != Kind::Stored || !batch.rejected.is_empty() {
         return None;
     }
+    let event = &*event.without_zero_parent(|| parent.is_some());
     let salt = salt_of(&read, event, &mut work.extras);
     let unkeyed = keys_after(&read, event, salt, parent, &mut work).err();
     Some(StoredKeys {

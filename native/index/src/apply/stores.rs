@@ -68,6 +68,7 @@ impl Stream {
         work: &mut EventHashes,
     ) {
         writer.spend(1);
+        let event = &*event.without_zero_parent(|| self.newest(writer, 0).is_some());
         let placement = if event.may_be_copy() {
             self.placement(writer, read, event)
         } else {

@@ -472,7 +472,7 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     Ok((
         tag,
         if mooncake.is_some() {
-            from_mooncake(tag, fields)
+            from_mooncake(tag, fields)?
         } else {
             fields
         },
@@ -483,8 +483,9 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
 /// name of the RFC counts; Mooncake's compatibility mode has added the other.
 ///
 /// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them. If a store
-/// begins within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is unknown.
-fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
+/// begins within a prompt (`base_block_idx`) and its parent is unknown, its tokens are dropped, since its prefix is unknown. An event is
+/// rejected if its publisher could not read a hash from the object's key, since such an event names no block.
+fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Result<Named<'a>, Refusal<'a>> {
     let names = [
         ("seq_hashes", "block_hashes"),
         ("parent_hash", "parent_block_hash"),
@@ -498,6 +499,11 @@ fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
         }
     }
     fields.retain(|(_, raw)| head_of(raw) != 0xC0);
+    let names_no_block = |(name, raw): &(Cow<'_, str>, &[u8])| name == "block_hashes" && *raw == [0x90];
+    if tag != "AllBlocksCleared" && fields.iter().any(names_no_block) {
+        let words = "is empty: the object key contains no hash";
+        return Err(Refusal::for_value(Reason::BadField, "seq_hashes", words));
+    }
     if tag == "BlockStored" {
         let find = |wanted: &str| fields.iter().find(|(name, _)| name == wanted).map(|(_, raw)| *raw);
         let is_within_prompt = find("base_block_idx").is_some_and(|raw| integer(raw) != Some(0));
@@ -510,7 +516,7 @@ fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
             }
         }
     }
-    fields
+    Ok(fields)
 }
 
 fn tag_of(raw: &[u8]) -> Result<&str, Refusal<'_>> {

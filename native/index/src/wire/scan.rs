@@ -9,6 +9,7 @@ mod schema;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
 
@@ -159,6 +160,20 @@ impl Event {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
+    /// Returns the event without a parent of 0, if the stream holds no block with that hash. llm-d's simulator (in arrays) and older
+    /// releases of LMCache send 0 for "no parent".
+    #[inline]
+    pub fn without_zero_parent(&self, holds_zero: impl FnOnce() -> bool) -> Cow<'_, Self> {
+        if self.parent == Some(0) && !holds_zero() {
+            Cow::Owned(Self {
+                parent: None,
+                ..self.clone()
+            })
+        } else {
+            Cow::Borrowed(self)
+        }
+    }
+
     /// Whether another store of the event's blocks can mean another copy. This is so in vLLM's block pool, whose events name a group from
     /// 0.20 on.
     #[inline]
@@ -173,16 +188,23 @@ impl Event {
     }
 
     /// Number of blocks of a store whose keys can be computed: all blocks before the first token that is not a 32-bit token id. None if the
-    /// number of tokens or keys does not match the number of hashes.
+    /// number of tokens or keys does not match the number of hashes. `is_below_device` is whether the blocks are on a tier below the device.
     #[inline]
-    pub fn keyable_blocks(&self) -> Option<usize> {
+    pub fn keyable_blocks(&self, is_below_device: impl FnOnce() -> bool) -> Option<usize> {
         if self.keyed {
             return self.size_of_keyed().map(|_| self.hashes.length as usize);
         }
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0)?;
         let tokens = u64::from(self.tokens.length >> u32::from(self.pairs));
         let is_whole = u64::from(size).checked_mul(self.hashes.length.into()) == Some(tokens);
-        is_whole.then_some((self.keyable / size) as usize)
+        (is_whole || self.has_next_token(size) && is_below_device()).then_some((self.keyable / size) as usize)
+    }
+
+    /// Whether the tokens of a block are followed by one more. In a store below the device, it is the first token of the next block: LMCache
+    /// sends chunks so, up to at least 0.5.6 (`convert_tokens_to_list`, <https://github.com/LMCache/LMCache/issues/4543>).
+    fn has_next_token(&self, size: u32) -> bool {
+        let is_single = self.hashes.length == 1 && self.group.is_none() && !self.pairs;
+        is_single && size > 1 && self.tokens.length.checked_sub(1) == Some(size)
     }
 
     #[inline]

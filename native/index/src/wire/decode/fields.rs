@@ -255,9 +255,13 @@ impl<'f, 'a> Fields<'f, 'a> {
         Ok((Some(hash.canonical(name)?), digest))
     }
 
-    /// Reads token ids; see `Token`.
+    /// Reads token ids; see `Token`. Nil means that they are unknown: vLLM-Ascend's AscendStoreConnector sends it.
     fn tokens(&mut self) -> Result<Vec<Token>, Refusal<'a>> {
         let (name, expected) = ("token_ids", "is not a list of token ids");
+        if self.fields.iter().any(|(known, raw)| known == name && head_of(raw) == 0xC0) {
+            self.take(name);
+            return Ok(Vec::new());
+        }
         let found = self.read(name, expected, |raw| list(raw)?.map(token).collect::<Result<_, _>>())?;
         found.ok_or(Refusal::for_value(Reason::BadField, name, expected))
     }
