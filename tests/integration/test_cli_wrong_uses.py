@@ -151,6 +151,10 @@ def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
         ("top -o jsno", "argument -o/--output: invalid value 'jsno'; did you mean 'json'? expected table, wide, json, yaml"),
         ("conform urs", "argument TARGET: invalid value 'urs'; did you mean 'ours'? expected ours, ours-publisher, dynamo,"),
         (f"demo --requests {10**20}", f"argument --requests: invalid value '{10**20}': expected at most {sys.maxsize}"),
+        (
+            "sources --timeout 1e20",
+            "argument --timeout: invalid value '1e20': expected a number of seconds above 0, at most 1e9",
+        ),
         ("completion tcsh", "argument SHELL: invalid value 'tcsh'; expected bash, zsh, fish"),
     ],
 )

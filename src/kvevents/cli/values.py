@@ -49,13 +49,13 @@ def endpoints_or_url(text: str) -> str:
 
 
 def number(text: str, expected: str, minimum: float = math.ulp(0.0)) -> float:
-    """Return a finite number of at least `minimum`. Error messages contain `expected`, such as `a factor above 0`."""
+    """Return a number from `minimum` to 1e9, a limit of timers. Errors contain `expected`, such as `a factor above 0`."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not minimum <= value < math.inf:
-        raise ConfigError(f"invalid value {text!r}: expected {expected}")
+    if not minimum <= value <= 1e9:
+        raise ConfigError(f"invalid value {text!r}: expected {expected}{', at most 1e9' if value > 1e9 else ''}")
     return value
 
 
