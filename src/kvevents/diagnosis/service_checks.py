@@ -73,7 +73,7 @@ def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResu
         if has_failed:
             yield fail("health", warning, "restart the service; its log has the cause")
         elif warning != stats.snapshot_fault:  # `check_snapshot` reports this fault.
-            yield warn("health", warning, "change its settings, and restart it")
+            yield warn("health", warning, "repair what it names; if that is a setting, change it and restart the service")
     if not health.warnings:
         yield fail("health", "the service reports that it has failed", _LOG_ADVICE) if has_failed else ok("health", "no faults")
 
@@ -83,7 +83,7 @@ def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
     if not ready.ready:
         advice = f"the service will be ready at most {ready.deadline_seconds:g} s after its start; the reasons are below"
         if not ready.sources:
-            advice = "the service becomes ready when an engine is registered: register one, or see the discovery faults below"
+            advice = "the service becomes ready when an engine is registered: register one, or see the faults below"
         yield warn("ready", f"not yet: {ready.why}, and the quorum is {ready.quorum:g}", advice)
     elif ready.exact < ready.quorum * ready.sources:
         yield warn("ready", f"yes, though {ready.why}", "the sources that are not EXACT are below")
@@ -155,7 +155,10 @@ def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
     yield from _select_worst(faults, "discovery", "fault")
     if not answer.sources:
-        advice = "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]"
+        advice = (
+            "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]; a replica"
+        )
+        advice += " (--nats) needs a bridge"
         yield warn("discovery", "no engine is registered", advice)
     elif not faults:
         instances = {(source.tenant, source.group, source.instance) for source in answer.sources}
