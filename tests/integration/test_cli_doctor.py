@@ -372,7 +372,9 @@ def test_a_service_that_requires_a_token_is_examined_with_the_token(tmp_path: Pa
         assert "KVEVENTS_TOKEN" in found["access"]["advice"]
         assert found["ready"]["verdict"] == "ok"
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
-        assert examine_service(url)["discovery"]["text"] == "no engine is registered"
+        found = examine_service(url)
+        assert found["discovery"]["text"] == "no engine is registered"
+        assert found["discovery"]["advice"].endswith("a replica needs a bridge")
 
 
 def test_stopped_engines_and_engines_without_replay_are_reported() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -73,11 +72,11 @@ def size(text: str) -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: int = sys.maxsize, noun: str = "value") -> int:
+def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: int = 2**63 - 1, noun: str = "value") -> int:
     """Return a whole number from `minimum` to `maximum`. Errors contain `expected`, and call the value `noun`."""
     value = int(text[:20]) if text.isascii() and text.isdecimal() else -1  # `int` rejects thousands of digits
     if not minimum <= value <= maximum:
-        raise ConfigError(f"invalid {noun} {text!r}: expected {f'at most {maximum}' if value > sys.maxsize else expected}")
+        raise ConfigError(f"invalid {noun} {text!r}: expected {f'at most {maximum}' if value >= 2**63 else expected}")
     return value
 
 

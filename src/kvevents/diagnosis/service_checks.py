@@ -155,10 +155,7 @@ def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
     yield from _select_worst(faults, "discovery", "fault")
     if not answer.sources:
-        advice = (
-            "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]; a replica"
-        )
-        advice += " (--nats) needs a bridge"
+        advice = "use `kvevents register`, or --worker, --engine, --dns or [[sources]] of the service; a replica needs a bridge"
         yield warn("discovery", "no engine is registered", advice)
     elif not faults:
         instances = {(source.tenant, source.group, source.instance) for source in answer.sources}

@@ -178,12 +178,10 @@ class Stream:
             return None
         if answers.distrusted_until is not None:
             return answers.distrusted_until
-        if answers.checks.probes:
-            return answers.checks.probe_at
-        quiet_at = self._live_at + self._limits.idle_before_probe
+        probe_at = self._live_at + self._limits.idle_before_probe
         if DegradedReason.REPLAY_SILENT in self._deliverer.ledger:  # a busy stream must also notice that replay works again
-            return min(quiet_at, answers.checks.probe_at + self._limits.max_probe_interval)
-        return quiet_at
+            probe_at = min(probe_at, answers.checks.probe_at + self._limits.max_probe_interval)
+        return answers.checks.probe_at if answers.checks.probes else probe_at
 
     def _silent_at(self) -> float | None:
         """Return the time at which a quiet publisher counts as silent; None if the publisher has not promised a heartbeat."""

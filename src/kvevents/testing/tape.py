@@ -41,8 +41,6 @@ MAX_LOG_ENTRIES: Final = 1_000_000
 """Maximum length of a tape's log of batches, and of its log of requests. Older entries are removed. A full log takes 250 MB."""
 CATCH_UP_SECONDS: Final = 1.0
 """If a tape with a rate is late by more than this, it does not send the late batches at once but continues at its rate."""
-MAX_WAIT_SECONDS: Final = 3_600.0
-"""Maximum time of one wait. A recording can have gaps that are too long for ZeroMQ, if a clock was set while it was made."""
 ANY_LOCAL_PORT: Final = "tcp://127.0.0.1:*"
 
 Rate: TypeAlias = float | Literal["recorded"] | None
@@ -296,7 +294,7 @@ class TapePlayer(Closeable):
         poller.register(self._wake_reader, zmq.POLLIN)
         for open_socket in self._sockets.open_sockets():
             poller.register(open_socket, zmq.POLLIN)
-        ready = dict(poller.poll(None if wait is None else ceil(1000 * min(wait, MAX_WAIT_SECONDS))))
+        ready = dict(poller.poll(None if wait is None else ceil(min(1000 * wait, 2**31 - 1))))
         if self._wake_reader.fileno() in ready:
             self._wake_reader.recv(4096)
             self._run_actions()
