@@ -168,7 +168,7 @@ def test_messages_that_are_not_batches_are_counted() -> None:
     with tape_of((b"", 0, b"x")) as tape, sending(lambda: tape.send_raw([b"only one frame"])):
         for seconds in DURATIONS:
             ended = run("doctor", tape.endpoint, "--no-replay", "--duration", seconds)
-            assert ended.err == "", "the report mentions the missing replay endpoint; the subscriber does not log it"
+            assert "replay" not in ended.err, "the report mentions the missing replay endpoint; the subscriber does not log it"
             if ended.code:
                 break
     assert ended.code == 1
