@@ -162,7 +162,12 @@ def test_broken_bodies_are_answered_before_the_connection_is_closed(service: Ser
 
 
 def test_other_transfer_codings_than_chunked_are_501(service: Service) -> None:
-    for coding in (b"gzip, chunked", b"chunked, chunked", b"gzip\r\ntransfer-encoding: chunked"):
+    for coding in (
+        b"gzip, chunked",
+        b"chunked, chunked",
+        b"gzip\r\ntransfer-encoding: chunked",
+        b"chunked\r\ntransfer-encoding: chunked",
+    ):
         raw = exchange(service, POST + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
         assert raw.startswith(b"HTTP/1.1 501 "), raw
         assert b"\r\nconnection: close\r\n" in raw

@@ -194,7 +194,7 @@ impl Problem {
         }
     }
 
-    pub(crate) fn unknown_coding(coding: &HeaderValue) -> Self {
+    pub(crate) fn unknown_coding(coding: &str) -> Self {
         Self {
             hint: "send the body with no other Transfer-Encoding than chunked",
             status: StatusCode::NOT_IMPLEMENTED,

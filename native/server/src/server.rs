@@ -405,13 +405,16 @@ fn read_host(head: &mut Parts) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Returns an error for a body with another transfer coding than `chunked`, as RFC 9112 (6.1) asks for.
+/// Returns an error for a body with another transfer coding than `chunked`, as RFC 9112 (6.1) asks for, or with several codings.
 fn check_coding(head: &Parts) -> Result<(), Problem> {
-    let mut codings = head.headers.get_all(TRANSFER_ENCODING).iter();
-    match codings.find(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"chunked")) {
-        Some(coding) => Err(Problem::unknown_coding(coding)),
-        None => Ok(()),
+    let codings: Vec<&[u8]> = (head.headers.get_all(TRANSFER_ENCODING).iter())
+        .map(HeaderValue::as_bytes)
+        .collect();
+    let codings = codings.join(&b", "[..]);
+    if codings.is_empty() || codings.eq_ignore_ascii_case(b"chunked") {
+        return Ok(());
     }
+    Err(Problem::unknown_coding(&String::from_utf8_lossy(&codings)))
 }
 
 async fn respond(
