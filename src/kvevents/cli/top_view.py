@@ -58,10 +58,6 @@ def _format_trust(source: PolledSource, _now: float) -> str:
     return f"{source.trust.state} attested" if source.trust.attested else source.trust.state
 
 
-def _format_tiers(source: PolledSource, _now: float) -> str:
-    return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
-
-
 def _count_style(count: int) -> Style:
     return "bad" if count else "dim"
 
@@ -74,7 +70,9 @@ COLUMNS: Final = (
     SourceColumn("model", lambda source, _: source.model, 9),
     SourceColumn("trust", _format_trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
     SourceColumn("blocks", lambda source, _: f"{source.blocks:,}", 2),
-    SourceColumn("tiers", _format_tiers, 10),
+    SourceColumn(
+        "tiers", lambda source, _: " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks), 10
+    ),
     SourceColumn("batches/s", lambda source, _: _format_rate(source.rate), 4),
     SourceColumn("running / waiting", _format_load, 6, lambda source: "bad" if source.load_fault is not None else "plain"),
     SourceColumn("lag", _format_lag, 6),

@@ -241,7 +241,7 @@ class Multiplexer:
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, messages_per_read: int) -> None:
         self.transport = transport
-        self.on_found: OnFound = self._follow_unless_removed
+        self.on_found: OnFound = lambda found: None if (found.endpoint, found.topic) in self._removed_topics else found
         self._removed_topics: set[tuple[str, str]] = set()
         """Bound endpoints and topics of found sources that were removed, so that such sources are not followed again."""
         self.ready: deque[RawDelivery] = deque()
@@ -289,9 +289,6 @@ class Multiplexer:
         else:
             self._entries[key] = entry
             self._changed_streams[entry] = None
-
-    def _follow_unless_removed(self, found: Source) -> Source | None:
-        return None if (found.endpoint, found.topic) in self._removed_topics else found
 
     def _add_found(self, found: Source) -> None:
         """Follow a source that was found by its topic, or ignore its topic."""
