@@ -238,6 +238,66 @@ def test_what_was_lost_below_the_gpu_stays_lost_after_a_clear() -> None:
     assert feed.index.worker("a").estimate is None
 
 
+def test_a_pending_block_below_the_gpu_is_unknown_after_a_clear_also_behind_a_snapshot() -> None:
+    """The clear ends all that is known of the tier, but the engine has the tier."""
+    feed = Feed(PrefixIndex())
+    events: list[KVEvent] = [store([5], TOKENS[:2], 2, 4, medium="CPU"), cleared()]
+    feed(*events)
+    file = io.BytesIO()
+    feed.index.snapshot(file)
+    restored = PrefixIndex()
+    restored.restore(io.BytesIO(file.getvalue()))
+    for index in (feed.index, restored, late(payload(*events))):
+        assert index.worker("a").estimate == "inexact-tiers"
+        index.apply_payload("a", 0, 100, payload(cleared(medium="CPU")))
+        assert index.worker("a").estimate is None
+
+
+@pytest.mark.parametrize("before", [[], [cleared()]])
+def test_clears_of_tiers_end_what_first_blocks_without_keys_left_unknown(before: list[KVEvent]) -> None:
+    """A block on another tier can be a copy, with the same wrong key."""
+    feed = Feed(PrefixIndex())
+    events = [chain("GPU", (11, 12, 13), **SALTED), *chunks(), chain("DISK")]
+    feed(*events)
+    for index in (feed.index, late(payload(*events))):
+        for seq, (medium, expected) in enumerate({"CPU": "inexact-tiers", "DISK": None}.items(), 100):
+            index.apply_payload("a", 0, seq, payload(*before, cleared(medium=medium)))
+            assert index.worker("a").estimate == expected
+
+
+def test_a_late_consumer_counts_copies_only_where_the_engine_names_groups() -> None:
+    """Sent in place of a removed first block without keys, a sign must not name the group of blocks on the GPU."""
+    group: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    events = [chain("GPU", (11, 12, 13), **SALTED, **group), *chunks(), removal(1, 2, 3, medium="CPU")]
+    feed = Feed(PrefixIndex())
+    feed(*events)
+    for index in (feed.index, late(payload(*events))):
+        index.apply_payload("a", 0, 100, payload(*chunks(), *chunks(), removal(1, 2, 3, medium="CPU")))
+        assert held(index) == (0, 0)
+
+
+def test_adapters_of_some_first_blocks_are_no_doubt_of_others_for_a_late_consumer() -> None:
+    """The hash of a block on the CPU was known, so its lack of an adapter was too."""
+    lora: dict[str, Any] = {"lora_name": "adapter"}
+    batches: list[list[KVEvent]] = [
+        [chain("GPU"), *chunks(), removal(1, 2, 3)],
+        [chain("GPU", (11, 12), **lora), chain("CPU", (14, 15), **lora)],
+    ]
+    feed = Feed(PrefixIndex())
+    for events in batches:
+        feed(*events)
+    for index in (feed.index, late(*(payload(*events) for events in batches))):
+        assert index.worker("a").estimate is None
+
+
+def test_a_hash_that_waits_in_two_forms_waits_once_for_a_late_consumer_too() -> None:
+    events = [BlockStored([1], None, [], size, medium="CPU") for size in (0, 2)]
+    feed = Feed(PrefixIndex())
+    feed(*events, removal(1, medium="CPU"))
+    for index in (feed.index, late(payload(*events, removal(1, medium="CPU")))):
+        assert index.worker("a").orphans == 0
+
+
 def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:
     """A late consumer that holds blocks on the CPU gets the compacted history of the same stream."""
     feed = Feed(PrefixIndex())

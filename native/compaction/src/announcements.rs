@@ -35,6 +35,8 @@ pub struct RemovalScope {
     pub exact: u64,
     /// Announcements with any location on the placement of the removal.
     pub placement: u64,
+    /// Level of that placement.
+    pub level: usize,
 }
 
 /// All announcements that a stream has used, indexed by ID.
@@ -144,6 +146,7 @@ impl Announcements {
         RemovalScope {
             exact,
             placement: self.select(|known| known.placement == *placement),
+            level: placement.level(),
         }
     }
 

@@ -20,6 +20,8 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
+use kvevents_index::holders::placements::LEVELS;
+use kvevents_index::rules::evidence::Evidence;
 use kvevents_index::rules::pending::Waiting;
 
 use super::announcements::bits;
@@ -61,8 +63,8 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     Some(())
 }
 
-/// The medium of a sign that consists of a first block without extra keys.
-const LOWER_MEDIUM: &str = "CPU";
+/// For each level below the device, the medium of a sign that consists of a first block without extra keys.
+const LOWER_MEDIA: [&str; LEVELS - 1] = ["CPU", "DISK", "OTHER"];
 
 /// Maximum number of tokens of a sign that consists of a first block. The blocks of engines are smaller.
 const MAX_SIGN_TOKENS: u64 = 1 << 16;
@@ -81,19 +83,18 @@ struct Exporter<'a> {
     needs_extra_keys: bool,
     /// Whether a consumer still needs a store with a LoRA to set `Evidence::has_loras`.
     needs_loras: bool,
-    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`.
-    needs_unkeyed_root: bool,
-    /// Whether an unkeyed root was exported.
-    has_unkeyed_root: bool,
-    /// Whether an unkeyed root without a LoRA was exported.
-    has_bare_root: bool,
+    /// The levels, as bits, on which a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::unkeyed_levels`, or instead of
+    /// `Evidence::unknown_levels`.
+    unkeyed_levels: u8,
+    /// What the exported unkeyed roots show.
+    exported: Evidence,
     /// The two smallest hashes above 0 that neither a block nor a waiting copy names.
     unused_hashes: OnceCell<[u64; 2]>,
 }
 
 impl<'a> Exporter<'a> {
     fn new(state: &'a State, twins: &'a Twins, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
-        let misses_lower = state.evidence.unknown_levels & state.announcements.levels_of(u64::MAX) != 0;
+        let missed = state.evidence.unknown_levels & state.evidence.named_levels;
         Self {
             state,
             twins,
@@ -101,11 +102,10 @@ impl<'a> Exporter<'a> {
             ranked: state.announcements.ranked_ids(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
-            needs_extra_keys: state.evidence.has_extra_keys || misses_lower,
+            needs_extra_keys: state.evidence.has_extra_keys || missed != 0,
             needs_loras: state.evidence.needs_loras(),
-            needs_unkeyed_root: state.evidence.has_unkeyed_root || misses_lower,
-            has_unkeyed_root: false,
-            has_bare_root: false,
+            unkeyed_levels: state.evidence.unkeyed_levels | missed,
+            exported: Evidence::default(),
             unused_hashes: OnceCell::new(),
         }
     }
@@ -145,11 +145,15 @@ impl<'a> Exporter<'a> {
             store.namespace.lora_name = Some(Cow::Borrowed(b"-"));
             self.export_removed(&store, 1);
         }
-        let needs_bare_root = self.state.evidence.has_bare_root && !self.has_bare_root;
-        if needs_bare_root || (self.needs_unkeyed_root && !self.has_unkeyed_root) {
-            let mut store = self.first_block(LOWER_MEDIUM);
-            store.namespace.lora_name = (!needs_bare_root).then_some(Cow::Borrowed(b"-"));
-            self.export_removed(&store, 1);
+        let bare = self.state.evidence.bare_levels & !self.exported.bare_levels;
+        let unkeyed = self.unkeyed_levels & !self.exported.unkeyed_levels;
+        for (at, medium) in LOWER_MEDIA.into_iter().enumerate() {
+            let is_bare = bare >> (at + 1) & 1 != 0;
+            if is_bare || unkeyed >> (at + 1) & 1 != 0 {
+                let mut store = self.first_block(medium);
+                store.namespace.lora_name = (!is_bare).then_some(Cow::Borrowed(b"-"));
+                self.export_removed(&store, 1);
+            }
         }
         if self.state.evidence.set_aside > 0 {
             self.export_unusable();
@@ -243,8 +247,9 @@ impl<'a> Exporter<'a> {
             ..Store::default()
         };
         store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
-        // If an engine names groups, all of its stores name groups.
-        store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
+        // On a level where the engine names groups, all of its stores name groups.
+        let names_groups = self.state.copied_levels >> store.location.placement().level() & 1 != 0;
+        store.location.group = dense.filter(|_| names_groups).map(|known| known.group);
         store
     }
 
@@ -297,8 +302,8 @@ impl<'a> Exporter<'a> {
         if !is_known {
             self.note_extra_keys(&store);
             if !is_twin && is_unkeyed_root(&store) {
-                self.has_unkeyed_root = true;
-                self.has_bare_root |= !has_lora(&store);
+                let level = self.state.announcements.get(first).placement.level();
+                self.exported.note_unkeyed_root(level, !has_lora(&store));
             }
             self.export_store(store);
         }
@@ -340,7 +345,9 @@ impl<'a> Exporter<'a> {
             window: known.window,
             ..store
         };
-        if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
+        let bare = self.state.evidence.bare_levels;
+        let unkeyed = self.unkeyed_levels & if has_lora(&store) { u8::MAX } else { bare };
+        if unkeyed >> known.placement.level() & 1 == 0 && is_unkeyed_root(&store) {
             // The block was first announced on the device, so its extra keys are known. The consumer does not see this announcement, so the
             // store states that the block has no extra keys.
             store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));

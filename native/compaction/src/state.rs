@@ -131,8 +131,8 @@ impl State {
             evidence: Evidence {
                 has_extra_keys: false,
                 has_loras: false,
-                has_unkeyed_root: false,
-                has_bare_root: false,
+                unkeyed_levels: 0,
+                bare_levels: 0,
                 set_aside: 1,
                 ..self.evidence
             },
@@ -169,8 +169,10 @@ impl State {
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
         self.clear_budget.add_stored(store.hashes.len());
         self.lookahead = self.lookahead.max(store.lookahead);
+        let level = self.announcements.level_of(store);
+        self.evidence.named_levels |= 1 << level;
         if store.location.group.is_some() {
-            self.copied_levels |= 1 << self.announcements.level_of(store);
+            self.copied_levels |= 1 << level;
         }
         self.evidence.has_host_clears |= store.location.medium.as_deref() == Some(HOST_OF_SGLANG);
         let kind = kind_of(store);
@@ -319,7 +321,8 @@ impl State {
                 continue;
             }
             if is_unkeyed && at == 0 && is_root {
-                self.evidence.note_unkeyed_root(lora == 0);
+                let level = self.announcements.get(announcement).placement.level();
+                self.evidence.note_unkeyed_root(level, lora == 0);
             }
             content.tokens = tokens_of(store, at, size as usize);
             content.extras.clear();
@@ -380,7 +383,8 @@ impl State {
             awaited,
             content,
         };
-        if self.single(announcement) != 0 && self.waiting.is_last(&waiting) {
+        let single = self.single(announcement);
+        if single != 0 && self.waiting.is_last(&waiting, |announcement| single >> announcement & 1 != 0) {
             return;
         }
         self.waiting.push(waiting, usize::MAX);
@@ -433,6 +437,7 @@ impl State {
             return self.check_limits();
         }
         let removable = self.announcements.removal_scope(location);
+        self.evidence.named_levels |= 1 << removable.level;
         for &hash in hashes {
             if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
                 self.waiting
@@ -464,20 +469,27 @@ impl State {
         }
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
         let tier = tier.as_deref();
-        if let Some(tier) = tier.filter(|_| group.is_none()) {
-            self.evidence.unknown_levels &= !(1 << level_of(tier));
-        }
         self.unkept.clear(tier, group);
         let announcements = self.announcements.cleared_announcements(tier, group);
-        if announcements == 0 {
-            return Ok(());
+        if announcements != 0 {
+            if !self.may_examine() {
+                return Err("clears");
+            }
+            self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
+            self.blocks.clear(announcements);
         }
-        if !self.may_examine() {
-            return Err("clears");
+        if let Some(level) = tier.filter(|_| group.is_none()).map(level_of) {
+            // Blocks must be examined only if the clear had blocks to remove.
+            let held = if announcements == 0 { 0 } else { self.lower_levels() };
+            self.evidence.clear_level(level, held);
         }
-        self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
-        self.blocks.clear(announcements);
         Ok(())
+    }
+
+    /// The levels below the device, as bits, on which the stream has blocks or pending blocks.
+    fn lower_levels(&self) -> u8 {
+        let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
+        self.announcements.levels_of(waiting | self.blocks.all_copies()) & !1
     }
 
     /// Whether clears are rare enough that all blocks may be examined again.

@@ -149,9 +149,6 @@ impl Stream {
             self.evidence.begin_engine();
             return false;
         }
-        if let Some(tier) = medium.as_ref().filter(|_| event.group.is_none()) {
-            self.evidence.unknown_levels &= !(1 << level_of(tier));
-        }
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
             self.clear_unkept(event.group);
         }
@@ -161,6 +158,10 @@ impl Stream {
             .collect();
         if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.set_aside("too-many-clears");
+        }
+        if let Some(tier) = medium.filter(|_| event.group.is_none()) {
+            let held = self.lower_levels();
+            self.evidence.clear_level(level_of(&tier), held);
         }
         false
     }

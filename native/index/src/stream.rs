@@ -391,6 +391,7 @@ impl Stream {
             shared.view.change().placements.release(number);
             return None;
         }
+        self.evidence.named_levels |= 1 << level;
         self.named.push(NamedPlacement {
             placement: number,
             marks,
@@ -515,6 +516,11 @@ impl Stream {
     #[inline]
     pub fn note_copies_there(&mut self, placement: u16) {
         self.groups.copied_levels |= 1 << self.named(placement).level;
+    }
+
+    /// The level of a placement that the stream has named.
+    pub fn level(&self, placement: u16) -> usize {
+        self.named(placement).level.into()
     }
 
     /// Whether a placement that the stream has named is on the device.

@@ -228,7 +228,7 @@ impl Stream {
                 above = Some(number);
             } else if above.is_some() || awaited.is_none() {
                 if above.is_none() && store.is_unkeyed {
-                    self.evidence.note_unkeyed_root(store.lora == 0);
+                    self.evidence.note_unkeyed_root(self.level(store.placement), store.lora == 0);
                 }
                 let block = TokenStore {
                     salt: if at == 0 { store.salt } else { store.own_salt },
@@ -301,7 +301,8 @@ impl Stream {
             self.evidence.note_dropped();
             return;
         }
-        if !self.counts_copies(waiting.placement) && self.waiting.is_last(&waiting) {
+        let is_same = |placement| placement == waiting.placement;
+        if !self.counts_copies(waiting.placement) && self.waiting.is_last(&waiting, is_same) {
             return;
         }
         let limits = shared.limits;

@@ -235,11 +235,11 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
-    /// Whether the latest entry with the hash and the placement of `other` waits for the same hash as `other`.
-    pub fn is_last(&self, other: &Waiting<C>) -> bool {
+    /// Whether the latest entry with the hash of `other`, on a placement that `is_meant` accepts, waits for the same hash as `other`.
+    pub fn is_last(&self, other: &Waiting<C>, is_meant: impl Fn(u16) -> bool) -> bool {
         let copies = self.by_hash.get(&other.hash).into_iter().flatten();
         let last = copies
-            .filter(|copies| copies.placement == other.placement)
+            .filter(|copies| is_meant(copies.placement))
             .map(|copies| {
                 if other.content.is_some() {
                     copies.orphans.last
@@ -247,7 +247,8 @@ impl<C: Weight> Queue<C> {
                     copies.others.last
                 }
             })
-            .find_map(|at| self.entries.get(at as usize)?.as_ref());
+            .filter_map(|at| self.entries.get(at as usize)?.as_ref())
+            .max_by_key(|entry| entry.number);
         last.is_some_and(|entry| entry.waiting.awaited == other.awaited)
     }
 

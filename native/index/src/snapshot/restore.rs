@@ -208,11 +208,7 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
             unkept.push((self.from.signed()?, self.from.fixed()?));
         }
         stream.put_attested(has_attested, unkept);
-        stream.restore_evidence(Evidence::from_parts(
-            self.from.count()?,
-            self.from.byte()?,
-            self.from.count()?,
-        ));
+        stream.restore_evidence(Evidence::from_parts(self.from.count()?, self.from.count()?));
         for _ in 0..self.from.below(MAX_LORAS as u64 + 1, "number of replaced LoRAs")? {
             let lora = self.from.fixed()?;
             stream.put_replaced_lora(&mut self.shared_lock.write(), lora);

@@ -154,7 +154,6 @@ impl<W: Write> SnapshotWriter<'_, W> {
             self.out.fixed(sum);
         }
         self.out.count(stream.evidence.to_bits());
-        self.out.byte(stream.evidence.unknown_levels);
         self.out.count(stream.evidence.set_aside);
         let mut loras = stream.replaced_loras(&self.index.shared_lock.read());
         loras.sort_unstable();

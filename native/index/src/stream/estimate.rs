@@ -69,7 +69,6 @@ impl Stream {
             has_refused,
             has_dropped,
             has_page_hashes,
-            unknown_levels,
             ..
         } = self.evidence;
         let parents = self.unknown_parents();
@@ -81,16 +80,11 @@ impl Stream {
             Some(Estimate::UnknownParents(parents as u64))
         } else if has_page_hashes {
             Some(Estimate::PageHashes)
-        } else if unknown_levels & self.named_levels() != 0 || self.evidence.lacks_keys() || self.untied(false) > 0 {
+        } else if self.evidence.has_unknown_tiers() || self.evidence.lacks_keys() || self.untied(false) > 0 {
             Some(Estimate::InexactTiers)
         } else {
             self.groups.estimate(self.device_sizes()).map(Estimate::Groups)
         }
-    }
-
-    /// The levels of the placements that the stream has named, as bits.
-    fn named_levels(&self) -> u8 {
-        self.named.iter().fold(0, |bits, named| bits | 1 << named.level)
     }
 
     /// Number of blocks with full attention on the device whose parents or tokens were never announced.

@@ -279,6 +279,16 @@ impl Stream {
         }
     }
 
+    /// The levels below the device, as bits, on which the stream has blocks or pending blocks.
+    pub fn lower_levels(&self) -> u8 {
+        let has_any =
+            |named: &&NamedPlacement| !named.is_on_device() && (named.held > 0 || self.waiting.is_on(named.placement));
+        self.named
+            .iter()
+            .filter(has_any)
+            .fold(0, |bits, named| bits | 1 << named.level)
+    }
+
     /// Marks every block as uncertain: it might be gone. Returns false, and does nothing, if clears are so frequent that the blocks must
     /// not be examined again.
     fn mark_all_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
