@@ -85,6 +85,8 @@ pub struct State {
     pub evidence: Evidence,
     /// Why the state is invalid until the next clear of everything; None if it is valid.
     pub invalid: Option<Reason>,
+    /// Whether a clear has marked all blocks as uncertain, and no event other than a clear has followed.
+    is_all_uncertain: bool,
     clear_budget: ClearBudget,
     /// Buffer for the extra keys of one store, to avoid allocations.
     extras: Vec<(usize, u64)>,
@@ -167,6 +169,7 @@ impl State {
 
     /// Applies a store.
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
+        self.is_all_uncertain = false;
         self.clear_budget.add_stored(store.hashes.len());
         self.lookahead = self.lookahead.max(store.lookahead);
         let level = self.announcements.level_of(store);
@@ -428,6 +431,7 @@ impl State {
     /// Applies a removal. Prompts match no blocks of groups of unknown kinds, so a removal in such a group only changes the numbers of
     /// copies.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
+        self.is_all_uncertain = false;
         if self.invalid.is_some() {
             return Ok(());
         }
@@ -499,6 +503,9 @@ impl State {
 
     /// Applies a clear that names no tier. As in the index, blocks on lower tiers remain, but might be gone.
     fn clear_all(&mut self) {
+        if self.is_all_uncertain && self.blocks.live() > 0 {
+            return self.evidence.begin(0, true);
+        }
         let lower = self.announcements.on_levels(!self.evidence.emptied_levels());
         let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
         let has_lower = lower != 0 && self.blocks.live() > 0;
@@ -528,6 +535,7 @@ impl State {
             cleared.blocks = std::mem::take(&mut self.blocks);
             cleared.announcements = std::mem::take(&mut self.announcements);
             cleared.clear_budget = self.clear_budget;
+            cleared.is_all_uncertain = true;
         }
         *self = cleared;
     }

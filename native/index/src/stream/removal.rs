@@ -292,6 +292,10 @@ impl Stream {
     /// Marks every block as uncertain: it might be gone. Returns false, and does nothing, if clears are so frequent that the blocks must
     /// not be examined again.
     fn mark_all_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
+        let held: usize = self.held().map(|(_, held)| held).sum();
+        if self.uncertain() == held {
+            return true; // an earlier clear has marked all blocks, and none was stored since then
+        }
         if !self.clear_budget.try_spend(self.blocks) {
             return false;
         }

@@ -1170,6 +1170,20 @@ fn clears_that_remove_nothing() {
     assert!(step_counter::taken().taken < 100_000);
 }
 
+/// Clears that name no tier, after a clear that has marked all blocks as uncertain.
+#[test]
+fn clears_of_blocks_that_might_be_gone() {
+    let (index, clear) = (index(), b"\x91\xB0AllBlocksCleared".to_vec());
+    let events = [chain(0, 0), copies(0, b"\xA3CPU"), clear.clone()];
+    for (seq, event) in events.into_iter().enumerate() {
+        apply(&index, "bad", seq as i64, &batch_of(&[event]));
+    }
+    step_counter::taken();
+    index.batch("bad", 0, 0, 3, &batch_of(&vec![clear; 1_000]));
+    assert!(step_counter::taken().taken < 100_000);
+    assert_eq!(index.info("bad", 0).unwrap().uncertain, CHAIN_BLOCKS as usize);
+}
+
 /// Equal attestations of a hybrid stream that has second copies: only the first attestation has an effect.
 #[test]
 fn equal_attestations() {
