@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvevents.stream.deliverer import Deliverer
-from kvevents.stream.deliveries import Source
+from kvevents.stream.deliveries import RESTARTED, Source
 from kvevents.stream.identity import Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.replay_fetch import CheckSchedule, FetchRequest, Purpose, ReplayFetch, RequestPacer, Stage
 from kvevents.stream.sequencer import GapEnd
@@ -148,7 +148,7 @@ class AnswerReader:
     def compare_waiting(self, seq: int, first: bytes, second: bytes, *, live: bool) -> NextInput:
         """Return a conflict if two payloads of batch `seq` differ. `live` is True if one of the payloads came live."""
         if first != second:
-            return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
+            return Input.CONFLICT, f"{RESTARTED}number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
         if live:
             self.confirm(seq)
@@ -250,7 +250,7 @@ class AnswerReader:
         if live.matches(reply.payload):
             self.confirm(live.seq)
         elif not begins_with_clear(reply.payload):
-            reason = f"publisher restarted: number {live.seq} came live with another content than replayed"
+            reason = f"{RESTARTED}number {live.seq} came live with another content than replayed"
             return self._handle_conflict(fetch, reason)
         return None
 
@@ -319,7 +319,7 @@ class AnswerReader:
         self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
 
     def _handle_other_payload(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
-        reason = f"publisher restarted: number {fingerprint.seq} now has another content"
+        reason = f"{RESTARTED}number {fingerprint.seq} now has another content"
         if not begins_with_clear(reply.payload):
             return self._handle_conflict(fetch, reason)
         if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
@@ -465,7 +465,7 @@ class AnswerReader:
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
                 # Replay repeats an old batch, but no newer live batch, so it serves another stream or another incarnation.
                 ends = f"replay ends at number {fetch.highest_seq}, before live number {fetch.live_before}"
-                return self._handle_conflict(fetch, f"publisher restarted: {ends}")
+                return self._handle_conflict(fetch, f"{RESTARTED}{ends}")
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)
 
@@ -490,7 +490,7 @@ class AnswerReader:
     def _give_up_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         deliverer = self._deliverer
         forgotten = f"publisher restarted, or forgot number {fingerprint.seq}: replay starts after it"
-        reason = forgotten if fetch.has_more else f"publisher restarted: replay ends before number {fingerprint.seq}"
+        reason = forgotten if fetch.has_more else f"{RESTARTED}replay ends before number {fingerprint.seq}"
         if not fetch.has_more or self._retries_distrusted:
             # All batches of replay are older than the live batch, so replay serves another incarnation or another stream.
             return self._handle_conflict(fetch, reason)

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
-from kvevents.stream.deliveries import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, StreamPosition
+from kvevents.stream.deliveries import RESTARTED, Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch
 from kvevents.stream.sequencer import GapEnd, PendingBytes, ReorderBuffer, Sequencer
 from kvevents.stream.settings import StreamLimits
@@ -234,7 +234,7 @@ class Deliverer:
         if monitor.is_other_incarnation(heartbeat, live=live):
             self.ledger.add(DegradedReason.IDENTITY, seq - 1)
             if monitor.incarnations.allow_resync(seq):
-                self.restart_reason = f"publisher restarted: it is of another incarnation at number {seq} than before"
+                self.restart_reason = f"{RESTARTED}it is of another incarnation at number {seq} than before"
         if monitor.receive(seq, heartbeat, live=live):
             self.ledger.discard(DegradedReason.SENDER)
             if monitor.trust != Trust.EXACT:

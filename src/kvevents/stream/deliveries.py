@@ -21,6 +21,8 @@ from kvevents.zeromq.keys import Curve
 
 MAX_TIER_CHARACTERS: Final = 64
 """Maximum number of characters of a tier's name."""
+RESTARTED: Final = "publisher restarted: "
+"""Start of the reason of a `Reset` if the publisher is another process than before."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _LastSeq = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
@@ -193,7 +195,7 @@ class Reset(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_restart(self) -> bool:
         """Whether the publisher is another process than before."""
-        return self.reason.startswith("publisher restarted: ")
+        return self.reason.startswith(RESTARTED)
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvevents.errors import ConfigError
 from kvevents.stream.answers import AnswerReader, NextInput
 from kvevents.stream.deliverer import BatchReport, Deliverer
-from kvevents.stream.deliveries import Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition, printable
+from kvevents.stream.deliveries import RESTARTED, Batch, Checkpoint, RawBatch, RawDelivery, Source, StreamPosition, printable
 from kvevents.stream.identity import NewestBatch, Quarantine, payload_digest
 from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.sequencer import Order, PendingBytes
@@ -400,7 +400,7 @@ class Stream:
                 self.counters.duplicates += 1
                 return
             self._record_regression(seq)
-            self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {deliverer.order.last_live}")
+            self._apply(Input.NEW_INCARNATION, f"{RESTARTED}number {seq} came after {deliverer.order.last_live}")
             self._sequence(live)
             return
         deliverer.order.last_live = seq
@@ -418,7 +418,7 @@ class Stream:
         """Compare a live batch with the replayed batch of the same number; their payloads must be equal."""
         digest = self._deliverer.order.replayed_digests.pop(live.seq, None)
         if digest is not None and digest != payload_digest(live.payload):
-            self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
+            self._apply(Input.CONFLICT, f"{RESTARTED}number {live.seq} came live with another content than replayed")
             self._sequence(live)
             return
         self.counters.duplicates += 1
@@ -457,7 +457,7 @@ class Stream:
 
     def _restart_and_sequence(self, live: Live, newest: int) -> None:
         self.counters.discarded += len(self._quarantine.remove_frames())
-        self._restart(f"publisher restarted: number {live.seq} came after {newest}")
+        self._restart(f"{RESTARTED}number {live.seq} came after {newest}")
         self._sequence(live)
 
     def _release_quarantine(self) -> None:
