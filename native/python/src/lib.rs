@@ -138,6 +138,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(chained, module)?)?;
     module.add_function(wrap_pyfunction!(stored_keys, module)?)?;
     module.add_function(wrap_pyfunction!(routing::nearest, module)?)?;
+    module.add_function(wrap_pyfunction!(routing::max_requests, module)?)?;
     module.add_function(wrap_pyfunction!(tier_of, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
     module.add_function(wrap_pyfunction!(check_names, module)?)?;

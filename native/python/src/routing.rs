@@ -136,6 +136,13 @@ impl Scorer {
     }
 }
 
+/// Returns the number of requests above which the cache of a worker does not count. Each worker has a number of requests, and a share of
+/// the prompt that its cache saves.
+#[pyfunction]
+pub(super) fn max_requests(requests: Vec<f64>, shares: Vec<f64>) -> f64 {
+    kvevents_routing::max_requests(&requests, &shares)
+}
+
 /// Returns the positions of the workers with the smallest distance.
 #[pyfunction]
 pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {

@@ -365,6 +365,11 @@ fn guard_factor(credits: &[f64]) -> f64 {
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
 }
 
+/// Returns the number of requests above which the cache of a candidate does not count. The slices have a number for each candidate.
+pub fn max_requests(requests: &[f64], credits: &[f64]) -> f64 {
+    score::max_share(requests.iter().copied(), guard_factor(credits)).max(GUARD_REQUESTS)
+}
+
 /// Returns the position of a session's own worker. Rendezvous hashing makes it the same in each process.
 fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     let hash = |at: &usize| keys::item_text(&format!("{session}\x1f{}\x1f{}", workers[*at].instance, workers[*at].rank));

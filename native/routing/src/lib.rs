@@ -13,6 +13,7 @@ mod work;
 
 pub use choice::{
     Contender, ExplainedCandidate, Labels, LoadFrom, Question, ScoreWeights, Selection, Tier, Tiers, WorkerTrust, choose,
+    max_requests,
 };
 pub use loads::Loads;
 pub use reservations::{Reservation, ReservationCounts, ReservationRequest, ReservedPrompt, TooManyReservations, Update};

@@ -122,9 +122,9 @@ pub struct Score {
 
 /// Returns the scores of candidates for a prompt of `whole` tokens.
 pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec<Score> {
-    let most_requests = bound(candidates.iter().map(|one| one.requests), weights);
+    let most_requests = max_share(candidates.iter().map(|one| one.requests), weights.guard);
     let least_requests = candidates.iter().map(|one| one.requests).fold(f64::INFINITY, f64::min);
-    let most_chosen = bound(candidates.iter().map(|one| one.chosen), weights).max(weights.guard_requests);
+    let most_chosen = max_share(candidates.iter().map(|one| one.chosen), weights.guard).max(weights.guard_requests);
     let wait = weights.wait / whole.max(1) as f64;
     let score = |(one, relative): (&Candidate, f64)| {
         let has_many = one.requests > most_requests && one.requests > weights.guard_requests;
@@ -148,11 +148,11 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
 
 /// Returns the largest count that is not more than a worker's share. A count `r` is more if `r > guard * (all - r) / (n - 1)`; this is
 /// solved for `r`.
-fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f64 {
+pub(crate) fn max_share(counts: impl ExactSizeIterator<Item = f64>, guard: f64) -> f64 {
     let others = counts.len().saturating_sub(1) as f64;
     let all: f64 = counts.sum();
-    if others > 0.0 && weights.guard.is_finite() {
-        weights.guard * all / (others + weights.guard)
+    if others > 0.0 && guard.is_finite() {
+        guard * all / (others + guard)
     } else {
         all
     }

@@ -55,6 +55,8 @@ __all__ = [
 TIES: Final = ("rotate", "random", "first")
 """Ways to choose between equal workers: the worker that was chosen longest ago, a random one, or the first candidate."""
 
+max_requests: Final = _native.max_requests
+"""Function that returns the number of requests above which a worker's cache does not count in selections of the service."""
 A = TypeVar("A")
 
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from kvevents.client import schemas
+from kvevents.routing.policies import max_requests
 from kvevents.routing.weights import TRUST_WEIGHTS
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
 from kvevents.service.fleet.member import Member
@@ -270,10 +271,11 @@ class _Chooser:
             cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NO_TOKENS).all
             return min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state]
 
-        max_requests = _max_requests([candidate.requests or 0.0 for candidate in considered], max(map(credit, considered)))
+        requests = [candidate.requests or 0.0 for candidate in considered]
+        limit = max_requests(requests, list(map(credit, considered)))
 
         def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
-            is_hot = (candidate.requests or 0.0) > max_requests
+            is_hot = (candidate.requests or 0.0) > limit
             is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
             return candidate.score - (0.0 if is_hot else credit(candidate)), is_other
 
@@ -283,12 +285,6 @@ class _Chooser:
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
         return self._pending(*worker, tokens, ignores_cache=True), of_instance
-
-
-def _max_requests(requests: Sequence[float], best_credit: float) -> float:
-    """Return the number of requests above which a worker's cache does not count, as in `native/routing/src/choice.rs`."""
-    factor = min(2.0, max(1.25, 1.0 + (0.125 / max(1.0 - best_credit, 1e-9)) ** 2))
-    return max(8.0, factor * sum(requests) / (len(requests) - 1 + factor))
 
 
 def _is_waiting(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
