@@ -176,7 +176,7 @@ def test_a_replica_with_an_engine_names_the_option(capsys: pytest.CaptureFixture
         (["relay", "h:1", "--hwm", "2147483648"], "--hwm is 2147483648; it must be from 1 to 2147483647"),
         (["relay", "h:1", "--upstream-curve-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need each other"),
         (["relay", "h:1", "--upstream-curve-server-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need"),
-        (["tail", "h:1", "--topic-prefix", "\udcff"], "an argument is not valid UTF-8"),
+        (["tail", "h:1", "--topic", "\udcff"], "an argument is not valid UTF-8"),
     ],
 )
 def test_a_value_that_cannot_work_is_rejected_at_once(

@@ -26,7 +26,7 @@ DESCRIPTION: Final = (
 )
 EXAMPLES: Final = """\
   kvevents doctor tcp://10.0.0.7:5557
-  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic-prefix kv@ --duration 30
+  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@pod@model --duration 30
   kvevents doctor 'tcp://*:5557' --bind              for an engine that connects
   kvevents doctor --service http://10.0.0.9:8090     a service and its engines
   kvevents doctor                                    the service of KVEVENTS_SERVICE, or of the current context
