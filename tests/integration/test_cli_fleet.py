@@ -47,6 +47,15 @@ def test_an_engine_is_registered_listed_and_unregistered(service: RunningService
     assert ask(service, "sources", "--model", "llama").out == "no engine is registered\n"
 
 
+@pytest.mark.parametrize("name", [(), ("e-1",)])
+def test_a_service_that_is_not_ready_does_not_seem_to_have_no_engine(name: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[ready]\nexpected = 1\n")
+    with serving("--config", tmp_path / "c.toml") as waiting:
+        ended = ask(waiting, "sources", *name)
+    assert (ended.code, ended.out) == (1, "")
+    assert "is not ready: engines are expected, but no engine is registered or found yet" in ended.err
+
+
 def test_an_engine_is_registered_with_the_port_of_its_replay_endpoint(service: RunningService) -> None:
     with engine(blocks(2)) as publisher:
         live, port = publisher.endpoint.removeprefix("tcp://"), (publisher.replay_endpoint or "").rpartition(":")[2]

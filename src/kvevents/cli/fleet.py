@@ -169,10 +169,11 @@ def _add_sources(parser: ArgumentParser) -> None:
 
 def _ask_sources(client: Client, args: Namespace) -> Any:
     scope = scope_of(args)
-    if args.instance is None:
-        return client.sources(**scope)
-    answer = client.sources(instance=args.instance, **scope)
-    if not answer.sources:
+    answer = client.sources(**scope if args.instance is None else scope | {"instance": args.instance})
+    if not answer.sources and not (ready := client.ready()).ready:
+        why = "; ".join([ready.why, *(fault for faults in answer.faults.values() for fault in faults)])
+        raise ExternalError(f"{client.url} knows no such engine, and is not ready: {why}")
+    if not answer.sources and args.instance is not None:
         known = {source.instance for source in client.sources(**scope).sources}
         hint = suggestion(args.instance, known).removesuffix(";") or "; `kvevents sources` lists the engines"
         raise ExternalError(f"no engine {args.instance!r} is registered at {client.url}{hint}")
