@@ -25,8 +25,9 @@ TRUST_DELAY_SECONDS: Final = 0.5
 """Seconds that a replica needs to lower the trust after a bridge counts as dead."""
 OLD_SNAPSHOT_SECONDS: Final = 900.0
 """Age in seconds above which the oldest page that no snapshot contains is a fault."""
-OLD_PAGE_SECONDS: Final = 15.0
-"""Age in seconds above which the oldest page that a replica lacks is a fault."""
+OLD_PAGE_SECONDS: Final = 5.0
+"""Age in seconds above which the oldest page that a replica lacks is a fault. A running replica reports its positions every
+second. The reports of a frozen one expire after `DIGEST_EXPIRY_SECONDS`, so the limit must be much shorter."""
 POLL_SECONDS: Final = 0.25
 """Seconds between two searches for newer pages."""
 MAX_INSPECTIONS: Final = 16
@@ -103,7 +104,9 @@ class ReplicaView(msgspec.Struct, frozen=True):
             for partition, first in sorted(self.missing.items())
         ]
         if self.lag_seconds > OLD_PAGE_SECONDS:
-            faults.append(f"lacks pages that are {self.lag_seconds:.0f} s old; check its CPU and its network")
+            faults.append(
+                f"lacks pages that are {self.lag_seconds:.0f} s old: it is frozen, overloaded, cut off, or rebuilds its index"
+            )
         return faults
 
 
