@@ -6,7 +6,8 @@ import asyncio
 
 import nats
 
-from kvevents_plane.digests import PartitionDigest, ReplicaDigests
+from kvevents_plane.connection import open_client
+from kvevents_plane.digests import ConsistencyCheck, PartitionDigest, ReplicaDigests
 from kvevents_plane.layout import create_plane
 from kvevents_plane.log_subscriber import LogSubscriber
 from kvevents_plane.partition_state import PartitionState
@@ -119,3 +120,25 @@ def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: Na
 
     view = asyncio.run(exchange())
     assert [(each.name, each.differs) for each in view.replicas] == [("a", ["c"]), ("b", ["c"]), ("c", ["a", "b"])]
+
+
+@needs_nats
+def test_replicas_with_one_name_are_named(server: NatsServer) -> None:
+    """They do not compare their digests with each other. A restart under the same name is no fault."""
+
+    async def compare() -> None:
+        plane = plane_at(server.url, name="twins", partitions=1)
+        async with open_client(plane, name="test") as client:
+            layout = await create_plane(client.jetstream(), plane)
+            one, restarted, other = (ConsistencyCheck(name, 20.0) for name in ("a", "a", "b"))
+            for check in (one, one, other, restarted, restarted, other):
+                assert await check.compare(client, layout, ReplicaDigests({}), 0.0) == ""
+                assert check.name_fault == ""
+            for check in (one, restarted):
+                await check.compare(client, layout, ReplicaDigests({}), 0.0)
+                assert check.name_fault == "another replica has the name 'a'; give each its own with --replica-name"
+            for check in (restarted, restarted, other):
+                await check.compare(client, layout, ReplicaDigests({}), 0.0)
+            assert restarted.name_fault == other.name_fault == ""
+
+    asyncio.run(compare())

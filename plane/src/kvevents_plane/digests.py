@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError
+from nats.js.kv import KeyValue
 
 from kvevents.errors import PlaneError
 from kvevents.settings import build_decoder_now
@@ -122,6 +123,10 @@ class ConsistencyCheck:
         """Number of times that another replica's index differed from this replica's index at the same position."""
         self.write_fault = ""
         """Why this replica cannot publish its digests, for example because it has no permission; empty if it can publish."""
+        self.name_fault = ""
+        """Sentence about another replica that has the same name as this one; empty if no other replica has this name."""
+        self._revision = 0
+        """Revision of the entry that this replica has published last; 0 if it is unknown."""
         self.others: tuple[str, ...] = ()
         """The other replicas whose published digests have not expired."""
         self.complete_replicas: tuple[str, ...] = ()
@@ -164,7 +169,9 @@ class ConsistencyCheck:
         js = client.jetstream()
         try:
             with map_errors("publishing the digests of this replica"):
-                await (await js.key_value(layout.digests)).put(self._name, own_digests.encode())
+                bucket = await js.key_value(layout.digests)
+                await self._check_name(bucket)
+                self._revision = await bucket.put(self._name, own_digests.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise
@@ -178,3 +185,14 @@ class ConsistencyCheck:
         self.others, self.missing = tuple(others), missing_pages(others.values())
         self.complete_replicas = tuple(name for name, digests in others.items() if not digests.missing)
         return others
+
+    async def _check_name(self, bucket: KeyValue) -> None:
+        """Report another replica that has published under the name of this replica since this replica has."""
+        before, self._revision = self._revision, 0
+        fault = ""
+        with suppress(KeyNotFoundError):  # the entry has expired
+            if before and (await bucket.get(self._name)).revision != before:
+                fault = f"another replica has the name {self._name!r}; give each its own with --replica-name"
+        if fault and not self.name_fault:
+            log.warning("%s", fault)
+        self.name_fault = fault

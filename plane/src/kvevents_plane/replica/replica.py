@@ -92,9 +92,9 @@ class Replica:
         return self.is_answering and not self.is_complete
 
     def warnings(self) -> list[str]:
-        """Return sentences about the log, and about snapshots that could not be written or read."""
+        """Return sentences about the log, the name, and snapshots that could not be written or read."""
         unreadable = [] if self.build is None else self.build.unreadable_snapshots
-        return [fault for fault in (self.fault, self.snapshotter.fault, *unreadable) if fault]
+        return [fault for fault in (self.fault, self.consistency.name_fault, self.snapshotter.fault, *unreadable) if fault]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of this replica."""
