@@ -493,7 +493,19 @@ def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
     running.end()
 
 
-def test_missing_servers_are_reported(tmp_path: Path) -> None:
+def test_a_bridge_waits_for_servers_that_start_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the missing server once. A replica waits too, so the order of starts does not matter."""
+    server = NatsServer(tmp_path / "nats")
+    running = ThreadRunner(Bridge(plane_at(server.url), BridgeSettings(name="bridge"), []))
+    wait_for("the warning", lambda: running.error or server.url in caplog.text, SECONDS)
+    with server:
+        wait_for("the bridge", lambda: running.error or running.what.ready.is_set(), SECONDS)
+        running.end()
+    assert caplog.text.count("cannot use the NATS server") == 1
+
+
+def test_missing_servers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvevents_plane.bridge.START_SECONDS", 0.0)
     running = ThreadRunner(Bridge(plane_at("nats://127.0.0.1:1"), BridgeSettings(name="bridge"), []))
     with pytest.raises(PlaneError, match=r"127\.0\.0\.1:1"):
         running.end()

@@ -86,7 +86,8 @@ ENGINE_CHECK_SECONDS: Final = 0.5
 GAP_HOLD_SECONDS: Final = 1.0
 """Seconds for which a gap record waits, because another bridge might have the missing batches."""
 START_SECONDS: Final = 30.0
-"""Timeout for finding or creating the plane. Servers that have just started must elect leaders, even for new streams."""
+"""Timeout for the first connection, and then for finding or creating the plane. Servers that have just started must elect
+leaders, even for new streams."""
 STOP_SECONDS: Final = 5.0
 """Maximum number of seconds for which a stopping bridge still writes the queued records."""
 POLL_SECONDS: Final = 0.02
@@ -164,7 +165,8 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         plane = self._plane
         try:
-            async with open_client(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
+            name = f"kvevents bridge {self.settings.name}"
+            async with open_client(plane, name=name, on_state=self._on_state, wait_seconds=START_SECONDS) as client:
                 self._client = client
                 self._layout = layout = await self._create_plane(client)
                 page_bytes = min(PAGE_BYTES, client.max_payload - PAGE_MARGIN_BYTES)

@@ -79,10 +79,21 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
 
 @asynccontextmanager
 async def open_client(
-    settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None
+    settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None, wait_seconds: float = 0.0
 ) -> AsyncIterator[PlaneClient]:
-    """Yield a client from `connect`, and close the client at the end."""
-    client = await connect(settings, name=name, on_state=on_state)
+    """Yield a client from `connect`, and close the client at the end. Wait for absent servers for `wait_seconds`."""
+    end, logged = time.monotonic() + wait_seconds, ""
+    while True:
+        try:
+            client = await connect(settings, name=name, on_state=on_state)
+            break
+        except PlaneError as error:
+            if error.fault != "away" or time.monotonic() >= end:
+                raise
+            if str(error) != logged:
+                logged = str(error)
+                log.warning("%s: waiting for at most %g s: %s", name, wait_seconds, error)
+        await asyncio.sleep(settings.connection.reconnect_seconds)
     try:
         yield client
     finally:
