@@ -139,5 +139,5 @@ def test_invalid_arguments_are_refused(proxied_push: ProxiedPush) -> None:
         proxied_push.proxy.reorder(1.5)
     with pytest.raises(ConfigError, match="without frames"):
         proxied_push.proxy.inject([])
-    with pytest.raises(ConfigError, match="delay nan"):
+    with pytest.raises(ConfigError, match="duration nan"):
         proxied_push.proxy.delay(float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TypeAlias
 
 from kvevents.stream.deliverer import Deliverer
@@ -217,6 +218,7 @@ class AnswerReader:
             return None
         deliverer.degrade(DegradedReason.REPLAY_SILENT)
         self.checks.probe(deliverer.now, deliverer.order.next_seq)
+        self.checks.busy_probe_at = self.checks.probe_at + self._limits.max_probe_interval
         return (Input.FETCH_FAILED,)
 
     @property
@@ -519,3 +521,4 @@ class AnswerReader:
     def _progress(self, fetch: ReplayFetch, *, is_new: bool = True) -> None:
         fetch.progress(self._deliverer.now, is_new=is_new)
         self._deliverer.ledger.discard(DegradedReason.REPLAY_SILENT)
+        self.checks.busy_probe_at = inf

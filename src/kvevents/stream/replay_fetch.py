@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from math import inf
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -184,6 +185,8 @@ class CheckSchedule:
         self._next_seq = 0
         self.probe_at = ALWAYS_DUE
         """Time of the next probe of the tail, unless a live batch arrives earlier."""
+        self.busy_probe_at = inf
+        """Time of the next probe although live batches arrive; infinite unless replay did not answer."""
 
     def probe(self, now: float, next_seq: int) -> None:
         """Schedule the next probe, after a probe or an unanswered request. `next_seq` is the next number to deliver."""

@@ -178,10 +178,9 @@ class Stream:
             return None
         if answers.distrusted_until is not None:
             return answers.distrusted_until
-        probe_at = self._live_at + self._limits.idle_before_probe
-        if DegradedReason.REPLAY_SILENT in self._deliverer.ledger:  # a busy stream must also notice that replay works again
-            probe_at = min(probe_at, answers.checks.probe_at + self._limits.max_probe_interval)
-        return answers.checks.probe_at if answers.checks.probes else probe_at
+        if answers.checks.probes:
+            return answers.checks.probe_at
+        return min(self._live_at + self._limits.idle_before_probe, answers.checks.busy_probe_at)
 
     def _silent_at(self) -> float | None:
         """Return the time at which a quiet publisher counts as silent; None if the publisher has not promised a heartbeat."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
 from kvevents.errors import ClosedError, ConfigError, ForkedError, TrustTimeoutError
-from kvevents.settings import check_finite
 from kvevents.stream import (
     DEFAULT_STREAM_LIMITS,
     Batch,
@@ -294,7 +293,9 @@ class FrontEnd(Generic[BatchT]):
 
     def _end_of_wait(self, timeout: float | None) -> float | None:
         """Return the time at which a wait ends; None without a limit. Raises `ConfigError` unless `timeout` is finite."""
-        return None if timeout is None else self._clock() + check_finite(timeout)
+        if timeout is not None and not math.isfinite(timeout):
+            raise ConfigError(f"invalid duration {timeout}: expected a finite number of seconds, or None")
+        return None if timeout is None else self._clock() + timeout
 
     def _wait_time(self, now: float, end: float | None) -> float | None:
         """Return the seconds until a timer is due or `end` is reached; None means that the number is not limited."""
