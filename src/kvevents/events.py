@@ -207,7 +207,7 @@ class AllBlocksCleared(KVCacheEvent):
     """The prefix cache of the stream was reset.
 
     Blocks on tiers below the GPU might remain, since engines do not say whether they emptied these tiers. `medium` and
-    `group_idx` among the unknown fields limit the clear to a medium and a group.
+    `group_idx` among the unknown fields limit the clear to a medium, if it is known or has blocks, and to a group.
     """
 
     unknown_fields: UnknownFields | None = None

@@ -317,6 +317,7 @@ class Adversary:
             {},
             {"medium": "*"},
             {"medium": "cpu"},
+            {"medium": "tape"},
             {"group_idx": 1},
             {"medium": "GPU", "group_idx": 0},
         ]

@@ -25,7 +25,7 @@ from index_keys import (
     scheme_of,
     tier_of,
 )
-from kvevents.events import MEDIUM_ALL, MEDIUM_CPU_PINNED, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_ALL, MEDIUM_CPU_PINNED, TIERS, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset
 
 
@@ -197,10 +197,12 @@ class Stream:
     def clear(self, medium: str | None = None, group_idx: int | None = None) -> None:
         tier = None if medium in {None, MEDIUM_ALL} else tier_of(medium)
         meant: Callable[[Plane], bool] = lambda plane: tier in (None, plane.tier) and group_idx in (None, plane.group)  # noqa: E731
-        self.waiting = [item for item in self.waiting if not meant(item.plane)]
+        waiting, self.waiting = self.waiting, [item for item in self.waiting if not meant(item.plane)]
         if medium == MEDIUM_ALL and group_idx is None:  # the next events can be those of another engine
             self.rules, self.copied_levels, self.empties_host = {}, set(), False
-        if medium is None and group_idx is None:
+        used = any(map(meant, [item.plane for item in waiting] + [plane for block in self.all for plane in +block.copies]))
+        if (tier not in {None, *TIERS} and not used) or (medium is None and group_idx is None):
+            self.waiting = []
             meant = lambda plane: plane.level <= int(self.empties_host)  # noqa: E731
         for block in self.all:
             block.copies = Counter({plane: count for plane, count in block.copies.items() if not meant(plane)})

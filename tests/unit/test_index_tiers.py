@@ -207,6 +207,22 @@ def test_a_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[s
     assert consumers.certain() == expected
 
 
+def test_a_clear_of_an_unknown_tier_without_blocks_clears_everything_and_is_an_estimate() -> None:
+    """The stream can have named the cleared tier otherwise (`VRAM`, `ALL`), so no block may stay certain."""
+    stored = [chain("GPU"), *chunks(), chain("tape", (1,))]
+    for batches, expected in (
+        ([stored, [cleared(medium="ALL")]], (6, 0)),
+        ([[chain("GPU")], [cleared(medium="VRAM", group_idx=0)]], (0, 0)),
+        ([[chain("GPU")], [cleared(medium="cuda:0")]], (0, 0)),
+        ([stored, [cleared(medium="tape")]], (6, 6)),
+        ([stored, [cleared(medium="tape")], [cleared(medium="tape")]], (6, 0)),
+    ):
+        consumers = Consumers(*batches)
+        assert {certain(index) for index in consumers.all} == {expected}
+        estimates = {index.worker("a").estimate for index in consumers.all}
+        assert estimates == ({None} if expected == (6, 6) or "cuda" in str(batches) else {"set-aside"})
+
+
 def test_what_follows_a_clear_is_exported_behind_it() -> None:
     """Blocks that might be gone are parents of others, and have certain copies elsewhere, and were announced by hash alone."""
     consumers = Consumers(

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,14 @@ def test_an_upstream_without_blocks_has_no_removals() -> None:
     assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", 0, "LOCAL", "tier")]
     assert blocks.clear() == []
     assert len(blocks) == 0
+
+
+@pytest.mark.parametrize("medium", ["gpu", "cuda", "VRAM"])
+def test_a_clear_by_another_name_of_the_tier_removes_the_blocks_of_an_upstream(medium: str) -> None:
+    """A tier that the upstream never used can be any, so it clears like a clear without a tier."""
+    blocks = UpstreamBlocks()
+    blocks.apply([BlockStored([1], None, [], 4, medium="GPU")])
+    assert blocks.apply([AllBlocksCleared({"medium": medium})]) == [BlockRemoved([1], "GPU", 0)]
 
 
 def test_after_a_clear_of_one_upstream_its_lower_blocks_might_be_gone() -> None:

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use kvevents_index::apply::{EVERY_TIER, HOST_OF_SGLANG, PayloadEvents, extras_at, extras_of, has_extra_keys};
 use kvevents_index::groups::GroupKind;
 use kvevents_index::holders::contexts::Context;
-use kvevents_index::holders::placements::{level_of, tier};
+use kvevents_index::holders::placements::{TIERS, level_of, tier};
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::rules::clear_budget::ClearBudget;
 use kvevents_index::rules::evidence::Evidence;
@@ -473,12 +473,18 @@ impl State {
         }
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
         let tier = tier.as_deref();
-        self.unkept.clear(tier, group);
         let announcements = self.announcements.cleared_announcements(tier, group);
+        if announcements != 0 && !self.may_examine() {
+            return Err("clears");
+        }
+        let is_unknown = tier.is_some_and(|tier| level_of(tier) == TIERS.len());
+        if is_unknown && (announcements == 0 || announcements & self.used_announcements() == 0) {
+            self.clear_all();
+            self.evidence.set_aside += 1;
+            return Ok(());
+        }
+        self.unkept.clear(tier, group);
         if announcements != 0 {
-            if !self.may_examine() {
-                return Err("clears");
-            }
             self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);
             self.blocks.clear(announcements);
         }
@@ -490,10 +496,15 @@ impl State {
         Ok(())
     }
 
+    /// The announcements that have blocks or pending blocks, as bits.
+    fn used_announcements(&self) -> u64 {
+        let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
+        waiting | self.blocks.all_copies()
+    }
+
     /// The levels below the device, as bits, on which the stream has blocks or pending blocks.
     fn lower_levels(&self) -> u8 {
-        let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
-        self.announcements.levels_of(waiting | self.blocks.all_copies()) & !1
+        self.announcements.levels_of(self.used_announcements()) & !1
     }
 
     /// Whether clears are rare enough that all blocks may be examined again.

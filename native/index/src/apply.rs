@@ -149,13 +149,20 @@ impl Stream {
             self.evidence.begin_engine();
             return false;
         }
-        if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
-            self.clear_unkept(event.group);
-        }
         let is_cleared = |placement: &Placement| placement.is_cleared_by(medium.as_deref(), event.group);
         let placements: Vec<u16> = (self.held().map(|(placement, _)| placement))
             .filter(|&placement| is_cleared(writer.view.placements.get(placement)))
             .collect();
+        let is_unknown = medium.as_ref().is_some_and(|tier| level_of(tier) == TIERS.len());
+        if is_unknown && !self.has_any(|placement| placements.contains(&placement)) {
+            // The stream may hold the cleared blocks on a tier of another name.
+            self.clear_all(writer);
+            self.set_aside("unknown-medium");
+            return false;
+        }
+        if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
+            self.clear_unkept(event.group);
+        }
         if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.set_aside("too-many-clears");
         }

@@ -6,9 +6,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import TIERS, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
@@ -235,7 +236,9 @@ class WorkerCache:
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")
-        self._end_all("cleared", batch.at, tier, group)
+        places = chain.from_iterable(block.residencies for block in self._blocks.values())
+        is_known = tier in {None, *TIERS} or any(tier == placement.tier for placement in places)
+        self._end_all("cleared", batch.at, *((tier, group) if is_known else ()))
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
     def _end_all(self, reason: str, time: float | None, tier: str | None = None, group: int | None = None) -> None:

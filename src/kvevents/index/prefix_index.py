@@ -174,7 +174,7 @@ bytes."""
 
 ESTIMATE_TEXTS: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
-    "their rank is unknown or another stream's",
+    "their rank is unknown or another stream's; or a clear named an unknown tier",
     "limits": "the index refused or dropped some of its blocks at memory_limit or at a limit of blocks without their parents",
     "unknown-parents": "at least {count} of its blocks have parents or tokens that were never announced",
     "page-hashes": "its hashes are of pages alone, so parents are ambiguous, and later pages can be announced as first ones",

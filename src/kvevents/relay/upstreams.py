@@ -228,13 +228,9 @@ class UpstreamBlocks:
             shared_events += _APPLY_BY_TYPE[type(event)](self, event)
         return shared_events
 
-    def clear(self, **scope: Any) -> list[KVEvent]:
-        """Forget all blocks, or only those of a scope such as `medium="GPU"`, and return their removals."""
-        return self._remove_placements(
-            placement
-            for placement in self._placements
-            if all(getattr(placement, name) == value for name, value in scope.items())
-        )
+    def clear(self) -> list[KVEvent]:
+        """Forget all blocks, and return their removals."""
+        return self._remove_placements(self._placements)
 
     def removals(self) -> list[KVEvent]:
         """Return removals of all blocks, without forgetting them."""
@@ -263,10 +259,16 @@ class UpstreamBlocks:
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
         scope = scope_of(event)
-        if scope.get("medium") == MEDIUM_ALL:
+        medium, group = scope.get("medium"), scope.get("group_idx")
+        if medium == MEDIUM_ALL:
             return self.clear()
-        if scope:
-            return self.clear(**scope)
+        tier = None if medium is None else tier_of(medium)
+        if scope and (tier in {None, *TIERS} or any(tier_of(placement.medium) == tier for placement in self._placements)):
+            return self._remove_placements(
+                placement
+                for placement in self._placements
+                if tier in {None, tier_of(placement.medium)} and group in {None, placement.group_idx}
+            )
         # SGLang clears host memory as well as the GPU; SGLang's name for host memory is `MEDIUM_CPU_PINNED`.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
         removals = self._remove_placements(

@@ -7,8 +7,8 @@ pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
 /// For each tier, words that occur in the names that engines give to its media.
 const MEDIA: [&[&str]; TIERS.len()] = [
-    &["GPU", "HBM", "DEVICE"],
-    &["CPU", "HOST", "PINNED", "TIER1"],
+    &["GPU", "HBM", "DEVICE", "CUDA", "NPU", "XPU"],
+    &["CPU", "HOST", "PINNED", "DRAM", "TIER1"],
     &[
         "TIER2",
         "DISK",

@@ -218,12 +218,17 @@ impl Stream {
         }
     }
 
+    /// Whether a block is held, or pending, on a placement that `is_meant` accepts.
+    pub fn has_any(&self, is_meant: impl Fn(u16) -> bool) -> bool {
+        let mut meant = self.named.iter().filter(|named| is_meant(named.placement));
+        meant.any(|named| named.held > 0 || self.waiting.is_on(named.placement))
+    }
+
     /// Drops every copy on the placements that `is_meant` accepts. Returns false, and removes all blocks, if clears are so frequent that
     /// the blocks must not be examined again.
     pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, is_meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
-        let has_any = |named: &NamedPlacement| named.held > 0 || self.waiting.is_on(named.placement);
-        if !self.named.iter().any(|named| is_meant(named.placement) && has_any(named)) {
+        if !self.has_any(&is_meant) {
             return true;
         }
         if !self.clear_budget.try_spend(looks) {
