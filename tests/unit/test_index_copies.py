@@ -183,12 +183,16 @@ def test_a_logical_cache_holds_a_block_once(consumer: Consumer, before: list[KVE
 @pytest.mark.parametrize(
     ("engine", "release", "left"), [("vllm", "0.9.1", 4), ("vllm", "0.13.0", 4), ("vllm", "0.17.0", 4), ("sglang", "0.5.20", 0)]
 )
-def test_stores_of_vllm_without_a_group_count_as_copies(engine: str, release: str, left: int) -> None:
-    """These stores are arrays without a field for a group. SGLang, which sends maps from 0.5.20 on, holds each block once."""
+@pytest.mark.parametrize("ts", [1.0, 1_790_000_000_000])
+def test_stores_of_vllm_without_a_group_count_as_copies(engine: str, release: str, left: int, ts: float) -> None:
+    """These stores are arrays without a field for a group. SGLang, which sends maps from 0.5.20 on, holds each block once.
+
+    Batches with milliseconds are read by the tolerant decoder.
+    """
     index, row = PrefixIndex(), dialect_for(engine, release)
     events: list[KVEvent] = [plain(1), plain(1), BlockRemoved([1], "GPU")]
     for seq, event in enumerate(events):
-        index.apply(RawBatch(*WORKER, 0, seq, False, encode_batch(KVEventBatch(1.0, [event]), row)))
+        index.apply(RawBatch(*WORKER, 0, seq, False, encode_batch(KVEventBatch(ts, [event]), row)))
     found = index.match(tokens_of(1)).get(*WORKER)
     assert ((0, 0) if found is None else (found.tokens, found.certain)) == (left, 0)
 

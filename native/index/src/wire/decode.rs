@@ -13,7 +13,7 @@ use std::borrow::Cow;
 
 use crate::wire::msgpack::Int;
 use crate::wire::scan::layouts::{CLEARED_ARRAY, NEUTRAL_KINDS, REMOVED_ARRAY, STORED_ARRAY};
-use crate::wire::scan::{Limits, Schema, Scratch, TIMESTAMP_SECONDS, scan};
+use crate::wire::scan::{LENGTHS_WITHOUT_GROUP, Limits, Schema, Scratch, TIMESTAMP_SECONDS, scan};
 
 use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
@@ -158,6 +158,8 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
+    /// The property of the same name in `scan::Event`.
+    pub lacks_group: bool,
     /// Names and values of texts that engines send but that the index does not use (`scan::layouts::unused_texts`). None if the event lacks
     /// the field.
     pub unused_texts: Vec<(&'static str, Option<String>)>,
@@ -431,7 +433,12 @@ fn event<'a>(
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
         _ => Err(Refusal::unknown_tag(tag)),
     };
-    event.map(Some)
+    let mut event = event?;
+    if let Event::Stored(stored) = &mut event {
+        // llm-d's storage connector holds each block once.
+        stored.lacks_group = !is_wrapped && is_array(head) && LENGTHS_WITHOUT_GROUP.contains(&declared_length(raw));
+    }
+    Ok(Some(event))
 }
 
 type Named<'a> = Vec<(Cow<'a, str>, &'a [u8])>;

@@ -149,7 +149,7 @@ pub struct Event {
 
 /// Numbers of elements, the tag included, that array stores without a group can have (vLLM before 0.20). SGLang before 0.5.20 also sends
 /// six or seven elements.
-const LENGTHS_WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
+pub(super) const LENGTHS_WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
 /// The hash of an empty tuple in CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of a prompt's first block.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;

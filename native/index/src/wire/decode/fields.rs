@@ -153,6 +153,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             kv_cache_spec_sliding_window: self.integer("kv_cache_spec_sliding_window")?,
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
+            lacks_group: false,
             unused_texts: self.unused()?,
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,

@@ -67,6 +67,7 @@ impl<'a> ScratchWriter<'a> {
             hashes,
             keys: keys.unwrap_or_default(),
             keyed: keys.is_some(),
+            lacks_group: stored.lacks_group,
             parent: stored.parent_block_hash,
             block_size: stored.block_size.max(0) as u64,
             lora_id: lowest_bits(stored.lora_id),

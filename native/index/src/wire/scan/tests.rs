@@ -80,6 +80,15 @@ fn every_released_dialect_is_accepted() {
 }
 
 #[test]
+fn both_decoders_read_the_same_events_of_every_released_dialect() {
+    for (release, case, payload) in goldens() {
+        if let Some(events) = scan_accepted(&payload) {
+            assert_eq!(events, describe_decoded(&payload, &Limits::default()), "{release} {case}");
+        }
+    }
+}
+
+#[test]
 fn a_map_event_of_many_fields() {
     let found = scan_accepted(&golden("0.32.0", "stored_root_2_blocks")).unwrap();
     assert_eq!(found.len(), 1);
