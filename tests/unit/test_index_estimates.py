@@ -314,7 +314,9 @@ def test_a_chunk_of_lmcache_ends_with_the_first_token_of_the_next_chunk(raw: boo
     consumer.take(store([1], range(4), 4, group_idx=0, kv_cache_spec_kind="full_attention"))
     consumer.take(store([20], range(5), 4, medium="cpu"), store([21], range(4, 9), 4, 20, medium="cpu"))
     consumer.take(store([22], range(8, 12), 4, 21, medium="cpu"))
-    assert (tokens_of(consumer.index, list(range(12))), consumer.is_estimate()) == (12, False)
+    consumer.take(store([23], range(12, 14), 2, 22, medium="cpu"))
+    assert (tokens_of(consumer.index, list(range(14))), consumer.is_estimate()) == (12, False)
+    assert consumer.index.worker("a").rejected == {("none", "other-block-size"): 1}, "the end of a prompt"
     consumer.take(store([30], range(6), 4, medium="cpu"))
     assert consumer.is_estimate(), "LMCache sends one token more"
 

@@ -99,7 +99,7 @@ class Counters(Struct, frozen=True):
     rejected: dict[tuple[str, str], int]
     """Number of rejected stores, by kind of KV cache group (`none` if the engine sends no kind) and reason: `unknown-kind`,
     `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`, `too-many-ranks`, `rank-of-another-stream`,
-    `no-rank` (a stream of several ranks)."""
+    `no-rank` (a stream of several ranks), `other-block-size` (of a chunk below the GPU, than that of its parent)."""
     unknown_removals: int
     """Number of removed blocks that the worker did not hold according to the index."""
     orphans_dropped: int

@@ -234,6 +234,11 @@ impl Stream {
                     salt: if at == 0 { store.salt } else { store.own_salt },
                     ..store.up_to(at + 1)
                 };
+                let context_of = |above| writer.contexts.get(writer.records.context(above));
+                if above.is_some_and(|above| context_of(above).scheme.size != store.scheme.size) {
+                    // No prompt is divided into blocks of two sizes: LMCache stores the end of a prompt as a smaller chunk.
+                    self.counters.reject("none", "other-block-size");
+                }
                 above = self.place_after(writer, &block, at, above, work)?;
                 if above.is_none() {
                     return Ok(()); // it was refused at the memory limit
