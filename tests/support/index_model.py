@@ -82,7 +82,7 @@ class Stream:
             self.clear(**event.unknown_fields or {})
         elif isinstance(event, BlockRemoved) and self.rules.get(event.group_idx or 0) != "unknown":
             for value in event.block_hashes:
-                self.remove(value, plane_of(event))
+                self.remove(value, plane_of(event), event.group_idx is not None)
 
     def store(self, event: BlockStored) -> None:
         kind, size, group, plane = event.kv_cache_spec_kind, event.block_size, event.group_idx or 0, plane_of(event)
@@ -176,7 +176,26 @@ class Stream:
     def add_copy(self, block: Block, plane: Plane) -> None:
         block.copies[plane] = block.copies[plane] + 1 if self.counts_copies(plane) else 1
 
-    def remove(self, value: int, plane: Plane) -> None:
+    def remove(self, value: int, plane: Plane, has_group: bool) -> None:
+        """Remove a copy on the plane, or else a copy on each plane that differs only in what one of the two does not state."""
+        there = {held for block in self.blocks.get(value, []) for held in +block.copies}
+        there |= {item.plane for item in self.waiting if item.hash == value}
+        if plane in there:
+            self.remove_on(value, plane)
+            return
+        meant = [
+            held
+            for held in there
+            if held.tier == plane.tier
+            and (not has_group or held.group == plane.group)
+            and (held.locality == plane.locality or None in (held.locality, plane.locality))
+            and (held.ownership == plane.ownership or None in (held.ownership, plane.ownership))
+        ]
+        for held in meant:
+            self.remove_on(value, held)
+        self.counts["unknown-hash"] += not meant
+
+    def remove_on(self, value: int, plane: Plane) -> None:
         """Remove a copy of the oldest block of a hash on the plane, or a waiting item without such a block, orphans first."""
         held = [block for block in self.blocks.get(value, []) if block.copies[plane]]
         waiting = [item for item in self.waiting if (item.hash, item.plane) == (value, plane)]
@@ -185,8 +204,6 @@ class Stream:
             self.sweep(value)
         elif waiting:
             self.waiting.remove(min(waiting, key=lambda item: item.event is None))
-        else:
-            self.counts["unknown-hash"] += 1
 
     def sweep(self, value: int) -> None:
         """Drop the blocks of a hash that have no copies, and the hash if no block is left."""

@@ -209,18 +209,49 @@ def test_a_tier_is_known_again_by_its_own_clear(media: list[str], clears: list[s
 
 def test_a_clear_of_an_unknown_tier_without_blocks_clears_everything_and_is_an_estimate() -> None:
     """The stream can have named the cleared tier otherwise (`VRAM`, `ALL`), so no block may stay certain."""
-    stored = [chain("GPU"), *chunks(), chain("tape", (1,))]
-    for batches, expected in (
+    stored: list[KVEvent] = [chain("GPU"), *chunks(), chain("tape", (1,))]
+    cases: list[tuple[list[list[KVEvent]], tuple[int, int]]] = [
         ([stored, [cleared(medium="ALL")]], (6, 0)),
         ([[chain("GPU")], [cleared(medium="VRAM", group_idx=0)]], (0, 0)),
         ([[chain("GPU")], [cleared(medium="cuda:0")]], (0, 0)),
         ([stored, [cleared(medium="tape")]], (6, 6)),
         ([stored, [cleared(medium="tape")], [cleared(medium="tape")]], (6, 0)),
-    ):
+    ]
+    for batches, expected in cases:
         consumers = Consumers(*batches)
         assert {certain(index) for index in consumers.all} == {expected}
         estimates = {index.worker("a").estimate for index in consumers.all}
         assert estimates == ({None} if expected == (6, 6) or "cuda" in str(batches) else {"set-aside"})
+
+
+LOCAL: dict[str, Any] = {"locality": "LOCAL"}
+OWNED: dict[str, Any] = {"ownership": "engine"}
+GROUPED: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "removed", "is_gone"),
+    [
+        (LOCAL, {}, True),
+        ({}, LOCAL, True),
+        (OWNED, LOCAL, True),
+        (LOCAL | OWNED, OWNED, True),
+        (GROUPED, {}, True),
+        (OWNED, {"ownership": "other"}, False),
+        (GROUPED, {"group_idx": 2}, False),
+        ({}, {"medium": "CPU"}, False),
+    ],
+)
+def test_a_removal_means_blocks_of_what_only_one_of_both_states(
+    stored: dict[str, Any], removed: dict[str, Any], is_gone: bool
+) -> None:
+    """A block on the stated place is removed first. What both state must be equal."""
+    consumers = Consumers([chain("GPU", **stored)], [removal(2, 3, **removed)])
+    assert {certain(index) for index in consumers.all} == {(2, 2) if is_gone else (6, 6)}
+    assert {index.worker("a").unknown_removals for index in consumers.all[:1]} == {0 if is_gone else 2}
+    if stored is not GROUPED:
+        consumers = Consumers([chain("GPU", **stored), chain(**{"medium": "GPU"} | removed)], [removal(2, 3, **removed)])
+        assert consumers.certain() == (6, 6)
 
 
 def test_what_follows_a_clear_is_exported_behind_it() -> None:

@@ -16,7 +16,7 @@ from kvevents.index import PrefixIndex
 from kvevents.relay.upstreams import UpstreamBlocks
 from kvevents.stream import Batch
 
-MEDIA = st.sampled_from([None, "GPU", "CPU"])
+MEDIA = st.sampled_from(["GPU", "CPU"])
 GROUPS = st.sampled_from([None, 0, 1])
 HASHES = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 STORES = st.builds(
@@ -97,6 +97,15 @@ def test_an_upstream_without_blocks_has_no_removals() -> None:
     assert blocks.clear() == [BlockRemoved([1, 1, 2], "GPU", 0, "LOCAL", "tier")]
     assert blocks.clear() == []
     assert len(blocks) == 0
+
+
+def test_a_removal_means_blocks_of_what_only_one_of_both_states() -> None:
+    blocks = UpstreamBlocks()
+    blocks.apply(
+        [BlockStored([1, 2, 3], None, [], 4, medium="GPU", locality="LOCAL"), BlockStored([3], None, [], 4, medium="gpu")]
+    )
+    removals = [BlockRemoved([1], "GPU", 0, "LOCAL"), BlockRemoved([3], "gpu", 0)]
+    assert blocks.apply([BlockRemoved([1, 3], "gpu"), BlockRemoved([2], "GPU", 0, "REMOTE")]) == [*reversed(removals)]
 
 
 @pytest.mark.parametrize("medium", ["gpu", "cuda", "VRAM"])

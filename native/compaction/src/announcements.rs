@@ -150,6 +150,24 @@ impl Announcements {
         }
     }
 
+    /// For each placement that a removal at `location` can mean if no copy is on its own placement, the announcements there.
+    pub fn unstated_scopes(&self, location: &Location<'_>) -> Vec<RemovalScope> {
+        let (own, mut scopes) = (location.placement(), Vec::<RemovalScope>::new());
+        let is_meant =
+            |known: &Announcement| known.placement != own && own.may_mean(&known.placement, location.group.is_some());
+        for number in bits(self.select(is_meant)) {
+            let (placement, level) = (self.on_placement_of(number), self.get(number).placement.level());
+            if scopes.iter().all(|scope| scope.placement != placement) {
+                scopes.push(RemovalScope {
+                    exact: 0,
+                    placement,
+                    level,
+                });
+            }
+        }
+        scopes
+    }
+
     /// The announcements whose copies a clear of a tier or of a group removes, as bits.
     pub fn cleared_announcements(&self, tier: Option<&str>, group: Option<i64>) -> u64 {
         self.select(|known| known.placement.is_cleared_by(tier, group))

@@ -14,7 +14,7 @@ use kvevents_index::rules::hit_reports::HitReports;
 use kvevents_index::rules::pending::{Queue, Waiting, Weight};
 use kvevents_index::wire::scan::{Event, Kind};
 
-use super::announcements::Announcements;
+use super::announcements::{Announcements, RemovalScope};
 use super::blocks::{Blocks, NewBlock, ROOT, StoreOutcome};
 use super::event::{Location, Namespace, Store, split_extra_keys, store_of};
 use super::group_rules::{GroupRules, kind_of};
@@ -442,14 +442,22 @@ impl State {
         }
         let removable = self.announcements.removal_scope(location);
         self.evidence.named_levels |= 1 << removable.level;
+        let mut unstated = None;
         for &hash in hashes {
-            if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
-                self.waiting
-                    .remove_where(hash, |announcement| removable.placement >> announcement & 1 != 0);
+            if !self.remove_copy(hash, removable) {
+                let others = unstated.get_or_insert_with(|| self.announcements.unstated_scopes(location));
+                for &other in &*others {
+                    self.remove_copy(hash, other);
+                }
             }
             self.check_examinations()?;
         }
         self.check_limits()
+    }
+
+    fn remove_copy(&mut self, hash: u64, removable: RemovalScope) -> bool {
+        let is_meant = |announcement| removable.placement >> announcement & 1 != 0;
+        self.blocks.remove(hash, removable) || self.waiting.remove_where(hash, is_meant)
     }
 
     /// Applies a clear of everything, of a tier, or of a group.

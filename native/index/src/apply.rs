@@ -128,7 +128,7 @@ impl Stream {
             return;
         };
         for some in hashes.chunks(WORK_PER_HOLD) {
-            self.remove(writer, some, placement, &mut work.targets);
+            self.remove(writer, some, placement, event.group.is_some(), &mut work.targets);
             if self.remove_all_after_skipped_removal(writer) {
                 return self.set_aside("too-many-alike");
             }

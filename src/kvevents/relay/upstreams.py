@@ -302,17 +302,27 @@ class UpstreamBlocks:
 
     def _apply_removal(self, event: BlockRemoved) -> list[KVEvent]:
         placement = self._placement_of(event)
+        removed = self._remove_copies(placement, event.block_hashes)
+        if len(removed) == len(event.block_hashes):
+            return [event]
+        missing = list((Counter(event.block_hashes) - Counter(removed)).elements())
+        # As in the index, a removal without a block can mean placements that differ only in what one of the two does not state.
+        others = [other for other in self._placements if other != placement and _may_mean(placement, other)]
+        removals = [BlockRemoved(self._remove_copies(other, missing), **other._asdict()) for other in others]
+        removals.insert(0, msgspec.structs.replace(event, block_hashes=removed, block_digests=None))
+        return [removal for removal in removals if removal.block_hashes]
+
+    def _remove_copies(self, placement: RemovalPlacement, block_hashes: list[int]) -> list[int]:
+        """Remove one copy of each hash, and return the hashes that had a copy."""
         copies = self._placements.get(placement, Counter())
-        removed = [block_hash for block_hash in event.block_hashes if self._remove_copy(copies, block_hash)]
+        removed = [block_hash for block_hash in block_hashes if self._remove_copy(copies, block_hash)]
         if placement in self._certain:
             self._certain[placement].difference_update(block_hash for block_hash in removed if block_hash not in copies)
         self._digest -= _digest_of(placement, removed)
         if not copies:
             self._placements.pop(placement, None)
             self._certain.pop(placement, None)
-        if len(removed) == len(event.block_hashes):
-            return [event]
-        return [msgspec.structs.replace(event, block_hashes=removed, block_digests=None)] if removed else []
+        return removed
 
     def _remove_copy(self, copies: Counter[int], block_hash: int) -> bool:
         """Remove one copy of a block; return False if the upstream holds no copy of it."""
@@ -346,6 +356,11 @@ class UpstreamBlocks:
             return placement
         fields = {name: value if name in self._fields else None for name, value in placement._asdict().items()}
         return RemovalPlacement(**fields)
+
+
+def _may_mean(one: RemovalPlacement, other: RemovalPlacement) -> bool:
+    pairs = zip(one, other, strict=True)
+    return tier_of(one.medium) == tier_of(other.medium) and all(None in pair or pair[0] == pair[1] for pair in [*pairs][1:])
 
 
 def _is_attested(placement: RemovalPlacement) -> bool:

@@ -60,6 +60,16 @@ impl Placement {
         tier.is_none_or(|tier| tier == self.tier) && group.is_none_or(|group| group == self.group)
     }
 
+    /// Whether a removal at this placement can mean copies on `other`: the tier is the same, and no property that both state differs.
+    /// `has_group` is whether the removal states a group.
+    pub fn may_mean(&self, other: &Self, has_group: bool) -> bool {
+        let agree = |one: &Option<String>, other: &Option<String>| one.is_none() || other.is_none() || one == other;
+        self.tier == other.tier
+            && agree(&self.locality, &other.locality)
+            && agree(&self.ownership, &other.ownership)
+            && (!has_group || self.group == other.group)
+    }
+
     /// The contribution of this placement's copies to an attestation.
     pub fn attestation(&self) -> AttestedGroup {
         AttestedGroup::new(self.group, self.level() == 0)

@@ -16,8 +16,15 @@ use crate::sync::yielding_lock::Writer;
 
 impl Stream {
     /// Removes one copy on `placement` for each of a few hashes: a copy of the hash's oldest block, or else of a pending block. Counts the
-    /// hashes that have no copy.
-    pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, targets: &mut Vec<RemovalTarget>) {
+    /// hashes that have no copy. `has_group` is whether the removal states a group.
+    pub fn remove(
+        &mut self,
+        shared: &mut SharedState,
+        hashes: &[u64],
+        placement: u16,
+        has_group: bool,
+        targets: &mut Vec<RemovalTarget>,
+    ) {
         targets.clear();
         targets.extend(hashes.iter().map(|&hash| {
             let mixed = shared.mixed(hash);
@@ -43,11 +50,35 @@ impl Stream {
                 continue;
             }
             self.apply_removals(shared, placement, &mut pending);
-            if !self.remove_oldest(shared, target.hash, placement) && !self.waiting.remove(target.hash, placement) {
-                self.counters.unknown += 1;
+            if !self.remove_copy_on(shared, target.hash, placement) {
+                self.remove_unstated(shared, target.hash, placement, has_group);
             }
         }
         self.apply_removals(shared, placement, &mut pending);
+    }
+
+    /// Removes one copy of a hash on a placement: of its oldest block, or else of a pending block.
+    fn remove_copy_on(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
+        self.remove_oldest(shared, hash, placement) || self.waiting.remove(hash, placement)
+    }
+
+    /// Removes a hash that has no copy on the placement of its removal from all placements that the removal can mean. Counts the hash if it
+    /// has no copy there either.
+    fn remove_unstated(&mut self, shared: &mut SharedState, hash: u64, placement: u16, has_group: bool) {
+        let mut is_unknown = true;
+        if self.newest(shared, hash).is_some() || self.waiting.names(hash) {
+            let (placements, stated) = (&shared.view.placements, shared.view.placements.get(placement));
+            let others = self.named.iter().map(|named| named.placement);
+            let is_meant = |&other: &u16| other != placement && stated.may_mean(placements.get(other), has_group);
+            let others: Vec<u16> = others.filter(is_meant).collect();
+            for other in others {
+                if self.remove_copy_on(shared, hash, other) {
+                    self.note_changed_copy(shared, hash, other);
+                    is_unknown = false;
+                }
+            }
+        }
+        self.counters.unknown += u64::from(is_unknown);
     }
 
     /// Removes a copy in the usual case: the hash has one block, and the block has one copy on the placement. Collects in `pending` the
