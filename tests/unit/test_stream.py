@@ -286,6 +286,32 @@ def test_all_three_reply_shapes_are_understood(batch, end) -> None:  # type: ign
     assert wire.stream.trust == Trust.EXACT
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_publishers_of_mooncake_have_no_number_0(replay: bool) -> None:
+    """They number their batches from 1. Of any other publisher, number 0 can be lost, and trust says only that."""
+    for is_mooncake in (True, False):
+        wire = Wire(SOURCE if replay else Source("tcp://h:1", name="a"))
+        event = {"event_id": 1, "event_type": "stored", "seq_hashes": [7]} if is_mooncake else BlockStored([7], None, [], 0)
+        payloads = [msgspec.msgpack.encode([seq, [event], 0]) for seq in (1, 2, 3)]
+        wire.stream.begin_connection(0.0)
+        if replay:
+            for _ in range(1 if is_mooncake else 2):
+                assert wire.next_request() == 0
+                wire.answer(*(replay_batch_frames(TOPIC, seq, payloads[seq - 1]) for seq in (1, 2)), END)
+            assert wire.next_request() == 2
+            wire.answer(replay_batch_frames(TOPIC, 2, payloads[1]), END)
+        else:
+            wire.feed(*(live_frames(TOPIC, seq, payloads[seq - 1]) for seq in (1, 2)))
+        kind = "r" if replay else "b"
+        assert wire.new_deliveries() == ["g0-0"] * (not is_mooncake) + [f"{kind}1", f"{kind}2"]
+        assert (DegradedReason.LOST in wire.stream.degraded_reasons) is not is_mooncake
+        if replay:
+            trust_replay(wire.stream)
+            wire.feed(live_frames(TOPIC, 3, payloads[2]))
+        assert ("numbers its batches from 1" in wire.stream.trust.reason) is not is_mooncake
+        assert "history is truncated" not in wire.stream.trust.reason
+
+
 def test_a_late_subscriber_delivers_the_replay_buffer_and_reports_what_is_truncated() -> None:
     """Rule 4: truncated history is a gap at the start, and the stream is DEGRADED, not EXACT."""
     wire = Wire()

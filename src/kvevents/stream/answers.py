@@ -15,7 +15,7 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.stream.transitions import Input
 from kvevents.stream.trust import DegradedReason
 from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
-from kvevents.wire.decode import begins_with_clear, ends_with_digest
+from kvevents.wire.decode import begins_with_clear, ends_with_digest, has_no_number_0
 
 NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
 """The result of a message, a timeout or a comparison: an input of the transition table, and a reason if the input needs one."""
@@ -358,6 +358,9 @@ class AnswerReader:
         A retry for an earlier gap would only bring another snapshot of several MiB.
         """
         deliverer = self._deliverer
+        if reply.seq == 1 and has_no_number_0(reply.payload):
+            deliverer.order.next_seq = 1
+            return
         early_batch = deliverer.early.get(reply.seq)
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:

@@ -17,7 +17,7 @@ from kvevents.stream.sequencer import GapEnd, PendingBytes, ReorderBuffer, Seque
 from kvevents.stream.settings import StreamLimits
 from kvevents.stream.trust import DegradedReason, HeartbeatMonitor, Trust, TrustLedger
 from kvevents.wire import Rejected
-from kvevents.wire.decode import begins_with_clear, rank_of
+from kvevents.wire.decode import begins_with_clear, has_no_number_0, rank_of
 
 
 class StreamCounters(Struct):
@@ -349,9 +349,12 @@ class Deliverer:
 
     def declare_gap(self, gap: GapEnd) -> None:
         """Give up the batches up to the end of a gap."""
-        first = self.order.next_seq
+        first, early = self.order.next_seq, self.early.get(1)
         count = gap.last + 1 - first
         self.order.next_seq = gap.last + 1
+        if gap.last == 0 and early is not None and has_no_number_0(early.payload):
+            self.drain()
+            return
         self.deliveries.append(Gap(self._name, self._rank, first, gap.last, self.incarnation, gap.compacted))
         self.has_delivered = True
         if gap.compacted:

@@ -120,6 +120,7 @@ class Stream:
                 DegradedReason.SENDER: heartbeats.trust.reason,
                 DegradedReason.ESTIMATED_MATCHES: ledger.estimate_reason,
                 DegradedReason.SILENT: heartbeats.silence,
+                DegradedReason.LOST: _NUMBER_0_REASON if ledger.lacks_only_number_0 else "",
             }
             reasons = [sentences.get(reason) or reason.value for reason in DegradedReason if reason in active_reasons]
             return (Trust.STALE if is_stale else Trust.DEGRADED).with_reason("; ".join(reasons))
@@ -539,6 +540,7 @@ _STEPS: Final = {
 }
 """The transition table with the method of each action; `_apply` passes `context` to the method."""
 _PACED_REASON: Final = "many consecutive replay requests have brought no complete answer; the next request has to wait"
+_NUMBER_0_REASON: Final = "number 0 never came: it is lost or evicted, or the publisher numbers its batches from 1"
 _COMPARING_REASON: Final = "a live batch is compared with the replayed batch of its number"
 _REGRESSION_SPAN: Final = 64
 """Maximum number of live messages between two regressions that both count towards `_MAX_REGRESSIONS`."""

@@ -216,6 +216,11 @@ class TrustLedger:
         return reason in self._marks
 
     @property
+    def lacks_only_number_0(self) -> bool:
+        """Whether no batch is missing except perhaps number 0."""
+        return DegradedReason.LOST in self._marks and self._marks[DegradedReason.LOST].last == 0
+
+    @property
     def can_replay(self) -> bool:
         """Whether a replay endpoint exists and is trusted."""
         return DegradedReason.NO_REPLAY not in self._marks and DegradedReason.REPLAY_FOREIGN not in self._marks

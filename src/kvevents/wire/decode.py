@@ -50,7 +50,13 @@ _TAIL_BYTES: Final = 512
 """Number of bytes to search for a digest: the heartbeat at the end of a part of a snapshot takes less than 200 bytes."""
 _CLEAR_TAG: Final = b"AllBlocksCleared"
 _EVENTS_KEY: Final = b"\xa6events"
+_MOONCAKE_KEY: Final = b"\xaaevent_type"
 _DIGEST_PATTERN: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
+
+
+def has_no_number_0(payload: bytes) -> bool:
+    """Return whether the batch is one of Mooncake (RFC #1527), which numbers its batches from 1."""
+    return _MOONCAKE_KEY in payload[:_HEAD_BYTES]
 
 
 def begins_with_clear(payload: bytes) -> bool:
