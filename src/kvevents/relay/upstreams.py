@@ -263,26 +263,19 @@ class UpstreamBlocks:
         if medium == MEDIUM_ALL:
             return self.clear()
         tier = None if medium is None else tier_of(medium)
-        if scope and (tier in {None, *TIERS} or any(tier_of(placement.medium) == tier for placement in self._placements)):
-            return self._remove_placements(
-                placement
-                for placement in self._placements
-                if tier in {None, tier_of(placement.medium)} and group in {None, placement.group_idx}
-            )
+        held = {placement: tier_of(placement.medium) for placement in self._placements}
+        if scope and tier in {None, *TIERS, *held.values()}:
+            return self._remove_placements(at for at in held if tier in {None, held[at]} and group in {None, at.group_idx})
         # SGLang clears host memory as well as the GPU; SGLang's name for host memory is `MEDIUM_CPU_PINNED`.
-        tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
-        removals = self._remove_placements(
-            placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
-        )
+        tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in held)]
+        removals = self._remove_placements(at for at in held if held[at] in tiers and at.locality != "REMOTE")
         return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
     def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
         """Mark all copies of a placement as uncertain. Events that store and remove a further copy do so at consumers."""
-        hashes = list(self._certain.pop(placement, ()))
-        for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
-            chunk = hashes[start : start + limit]
-            yield BlockStored(chunk, None, [], 0, **placement._asdict())
-            yield BlockRemoved(chunk, **placement._asdict())
+        for removal in self._removals(placement, Counter(self._certain.pop(placement, ()))):
+            yield BlockStored(removal.block_hashes, None, [], 0, **placement._asdict())
+            yield removal
 
     def _apply_store(self, event: BlockStored) -> list[KVEvent]:
         placement = self._placement_of(event)
@@ -345,7 +338,7 @@ class UpstreamBlocks:
         return removals
 
     @staticmethod
-    def _removals(placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
+    def _removals(placement: RemovalPlacement, copies: Counter[int]) -> Iterator[BlockRemoved]:
         hashes = list(copies.elements())
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             yield BlockRemoved(hashes[start : start + limit], **placement._asdict())
