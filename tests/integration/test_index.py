@@ -185,7 +185,7 @@ def test_a_removal_applies_only_to_its_own_tier_group_locality_and_owner(index: 
     placement."""
     here: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "fs", "group_idx": 1}
     feed(store_chain(1, **here))
-    for elsewhere in ({"medium": "GPU"}, {"locality": None}, {"ownership": "s3"}, {"group_idx": 0}):
+    for elsewhere in ({"medium": "GPU"}, {"locality": "LOCAL"}, {"ownership": "s3"}, {"group_idx": 0}):
         feed(removal(1, **{**here, **elsewhere}))
         assert tokens_of(index, PROMPT) == 2
     feed(removal(1, **{**here, "medium": "disk"}))
