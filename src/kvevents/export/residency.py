@@ -238,7 +238,7 @@ class WorkerCache:
         group = fields.get("group_idx")
         places = chain.from_iterable(block.residencies for block in self._blocks.values())
         is_known = tier in {None, *TIERS} or any(tier == placement.tier for placement in places)
-        self._end_all("cleared", batch.at, *((tier, group) if is_known else ()))
+        self._end_all("cleared", batch.at, tier if is_known else None, group if is_known else None)
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
     def _end_all(self, reason: str, time: float | None, tier: str | None = None, group: int | None = None) -> None:
