@@ -1129,6 +1129,21 @@ def test_a_damaged_snapshot_is_refused_and_leaves_the_index_as_it_was(tmp_path: 
         index.restore(io.BytesIO(whole[:-1]))
 
 
+def test_a_snapshot_of_another_build_with_this_version_is_restored() -> None:
+    """A build that changes the format must increment the version: else it would misread files of other builds.
+
+    Write the file again, from `make_full_index`, after each such change.
+    """
+    content = (paths.DATA / "index.snapshot").read_bytes()
+    restored, expected = PrefixIndex(), make_full_index()
+    restored.restore(io.BytesIO(content))
+    assert list(map(repr, restored.workers())) == list(map(repr, expected.workers()))
+    assert behave_equally(restored, expected)
+    older = content[:8] + bytes([content[8] - 1]) + content[9:]
+    with pytest.raises(KVEventsError, match="too old"):
+        restored.restore(io.BytesIO(older))
+
+
 def test_a_snapshot_of_a_newer_version_is_refused_and_says_so(tmp_path: Path) -> None:
     """The version is a number in the first 16 bytes. The test increments each of them; the byte that holds the version gives an
     error that names a newer version."""

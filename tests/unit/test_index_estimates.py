@@ -374,6 +374,20 @@ def test_groups_without_kinds_are_an_estimate_of_lookups(kind: str | None) -> No
     assert restored.worker("a").estimate == index.worker("a").estimate
 
 
+def test_restored_groups_keep_that_hashes_cover_more_than_tokens() -> None:
+    """The path of a LoRA is such a value. States can end inside of blocks, so prompts are looked up by hashes."""
+    feed = Feed(PrefixIndex())
+    state: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    feed(store([1, 2], [1, 1, 1, 1], 2, lora_name="x", group_idx=0, kv_cache_spec_kind="full_attention"))
+    feed(store([1], [], 1, lora_name="x", **state))
+    file = io.BytesIO()
+    feed.index.snapshot(file)
+    restored = PrefixIndex()
+    restored.restore(io.BytesIO(file.getvalue()))
+    for index in (feed.index, restored):
+        assert tokens_of(index, [1, 1, 1, 1], Scope(lora="x")) == 4
+
+
 def test_a_late_report_does_not_replace_a_newer_one() -> None:
     consumer = Follower(raw=True)
     consumer.take(store([2], [2, 2], 2, 1))

@@ -18,7 +18,7 @@
 //! PLACEMENT  tier, locality?, ownership?, group     placements are numbered in the order of the file
 //! STREAM     source, rank, incarnation, rank of the stream that carries it?, stated ranks, last number, whether its sender attests,
 //!            attestations of groups of unknown kinds, evidence of completeness, replaced LoRAs, whether salts are missing, groups,
-//!            hash scheme?, lookahead, salts; then the items of the stream, up to DONE:
+//!            hash scheme?, lookahead, whether hashes cover unknown values, salts; then the items of the stream, up to DONE:
 //!   CONTEXT  block size, eagle, lora, salt           numbered in the order of the file, again from 0 after 2^16 of them
 //!   RUN      number of blocks, u16; kind; context; whether outdated; for each placement the bounds of the number of copies;
 //!            then hash and word of each block

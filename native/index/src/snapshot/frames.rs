@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 const MAGIC: [u8; 8] = *b"KVEINDEX";
 /// The version of the format that is written; no other version can be read.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Maximum number of payload bytes of a frame.
 const MAX_FRAME_BYTES: usize = 1 << 20;
 const HEADER_BYTES: usize = 12;

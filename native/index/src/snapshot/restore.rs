@@ -275,7 +275,8 @@ impl<'a, R: Read> SnapshotReader<'a, R> {
             None => None,
         };
         let flags = self.from.byte()?;
-        (stream.groups.has_lookahead, stream.groups.copied_levels) = (flags & 1 != 0, flags >> 1);
+        (stream.groups.has_lookahead, stream.groups.has_unknown_inputs) = (flags & 1 != 0, flags & 2 != 0);
+        stream.groups.copied_levels = flags >> 2;
         let mut salts = Vec::new();
         for _ in 0..self.from.below(MAX_SALTS as u64 + 1, "number of salts")? {
             salts.push((self.from.fixed()?, self.from.text()?));

@@ -193,7 +193,8 @@ impl<W: Write> SnapshotWriter<'_, W> {
         self.out.option(groups.hashing.as_ref().map(EngineHash::parts), |out, parts| {
             parts.into_iter().for_each(|part| out.count(part));
         });
-        self.out.byte(u8::from(groups.has_lookahead) | groups.copied_levels << 1);
+        let flags = u8::from(groups.has_lookahead) | u8::from(groups.has_unknown_inputs) << 1;
+        self.out.byte(flags | groups.copied_levels << 2);
         let salts: Vec<_> = cache.iter().flat_map(|cache| cache.salts()).collect();
         self.out.count(salts.len() as u64);
         for (part, salt) in salts {
