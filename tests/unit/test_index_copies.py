@@ -114,6 +114,16 @@ def test_a_clear_ends_uncertainty(consumer: Consumer, end: KVEvent) -> None:
     assert (consumer.match(tokens_of(2)), consumer.uncertain) == ((8, 8), 0)
 
 
+@pytest.mark.parametrize("scope", [{}, {"medium": "GPU"}, {"medium": "*"}])
+def test_repeated_stores_before_a_clear_concern_no_later_stores(consumer: Consumer, scope: dict[str, Any]) -> None:
+    """One batch repeats the stores of both groups, and stores the blocks again after a clear."""
+    window = BlockStored([1, 2], None, [], SIZE, medium="GPU", **WINDOW)
+    consumer.send(stored(2, **FULL), window)
+    end = AllBlocksCleared(unknown_fields=scope or None)
+    consumer.send(stored(2, **FULL), window, end, stored(2, **FULL), window)
+    assert (consumer.match(tokens_of(2)), consumer.uncertain) == ((8, 8), 0)
+
+
 def test_a_block_that_is_uncertain_on_one_tier_can_be_certain_on_another(consumer: Consumer) -> None:
     """The block might not be on the GPU but is in host memory. The worker holds the whole prompt, but maybe not on the GPU."""
     consumer.send(stored(2), stored(2), removed(1), BlockStored([2], None, [], 0, medium="CPU"))

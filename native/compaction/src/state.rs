@@ -497,6 +497,9 @@ impl State {
             self.blocks.clear(announcements);
         }
         if let Some(level) = tier.filter(|_| group.is_none()).map(level_of) {
+            if level == 0 {
+                self.hit_reports.clear();
+            }
             // Blocks must be examined only if the clear had blocks to remove.
             let held = if announcements == 0 { 0 } else { self.lower_levels() };
             self.evidence.clear_level(level, held);

@@ -140,6 +140,10 @@ impl Stream {
         writer.spend(1);
         step_counter::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
+        let empties_device = |tier: &String| tier == TIERS[0] || tier.as_bytes() == EVERY_TIER;
+        if event.group.is_none() && medium.as_ref().is_none_or(empties_device) {
+            self.hit_reports.clear();
+        }
         if medium.is_none() && event.group.is_none() {
             self.clear_all(writer);
             return true;

@@ -148,7 +148,7 @@ pub struct Stream {
     /// Whether the publisher attests the engine's cache; then each store is a new copy.
     has_attested: bool,
     /// Copies of the current batch that might be reports of hits.
-    hit_reports: HitReports<u32, u16>,
+    pub hit_reports: HitReports<u32, u16>,
     named: Vec<NamedPlacement>,
     /// Schemes by which this incarnation has divided prompts.
     schemes: Vec<UsedScheme>,

@@ -27,12 +27,17 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
         self.repeated.sort_unstable();
         let is_repeated = |(block, _): &&(B, P)| self.repeated.binary_search(block).is_ok();
         let uncertain = self.fresh.iter().filter(is_repeated).copied().collect();
+        self.clear();
+        uncertain
+    }
+
+    /// Drops everything that is listed: a clear has removed the announced copies.
+    pub fn clear(&mut self) {
         if self.fresh.capacity().max(self.repeated.capacity()) > MIN_CAPACITY {
             *self = Self::default();
         }
         self.fresh.clear();
         self.repeated.clear();
-        uncertain
     }
 }
 
