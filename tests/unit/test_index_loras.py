@@ -103,6 +103,27 @@ def fill(payloads: Iterable[bytes]) -> PrefixIndex:
     return index
 
 
+def test_a_copy_that_was_announced_without_tokens_shows_the_change_too() -> None:
+    """The blocks of the former weights were announced on the CPU, and then on the GPU by their hashes."""
+    other = list(range(200, 212))
+    history = History()(blocks(0, medium="CPU"), blocks(0, tokens=other, medium="CPU"))
+    copies = BlockStored([hash_of(0, TOKENS, at) for at in range(6)], None, [], 0, medium="GPU")
+    history(copies, blocks(1))(remove(0))
+    for index in history.indexes():
+        assert answer(index, other) == (12, 0, False)
+
+
+def test_blocks_that_are_known_from_another_tier_show_the_change_too() -> None:
+    """The blocks of the new weights were announced on the CPU first."""
+    other = list(range(200, 212))
+    history = History()(blocks(0), blocks(0, tokens=other))(blocks(1, medium="CPU"))
+    for _ in range(2):
+        history(blocks(1))
+        for index in history.indexes():
+            assert answer(index) == (12, 12, True)
+            assert answer(index, other) == (12, 0, False)
+
+
 def test_after_a_swap_only_new_blocks_are_certain() -> None:
     other = [*TOKENS[:2], *range(200, 206)]
     history = History()(blocks(1))(blocks(1, 4, 1, other))

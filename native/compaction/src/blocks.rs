@@ -66,7 +66,7 @@ pub struct Blocks {
     /// Pairs of block and announcement in which a copy might not exist, according to the rules of the index. Either one of several copies
     /// was removed, or `State::end_payload` has found that a store might have repeated a copy.
     uncertain: HashSet<(u32, u8)>,
-    /// The table by which blocks with a LoRA that were stored on the device are found by their key. It lacks some outdated blocks.
+    /// The table by which live blocks with a LoRA are found by their key. It lacks some outdated blocks.
     of_loras: HashTable<u32>,
     /// The replaced LoRAs, and the blocks that might have been computed with replaced weights, according to the rules of the index.
     loras: ReplacedLoras,
@@ -280,6 +280,15 @@ impl Blocks {
         StoreOutcome::Known(number)
     }
 
+    /// Whether a block has a copy in these announcements.
+    pub fn holds(&self, block: &NewBlock<'_>, announcements: u64) -> bool {
+        self.live.iter_hash(self.secret.place(block.hash)).any(|&number| {
+            let (record, attributes) = (self.get(number), self.attributes(number));
+            (record.hash, record.key, attributes.context) == (block.hash, block.key, block.context)
+                && attributes.copies & announcements != 0
+        })
+    }
+
     fn retain(&mut self, block: &NewBlock<'_>) -> u32 {
         self.attributes.retain(&Attributes {
             context: block.context,
@@ -349,19 +358,21 @@ impl Blocks {
     // --- LoRAs
 
     /// Records whether a stored block of a LoRA belongs to the weights that are loaded now, as `ReplacedLoras::note` decides. `parent` is a
-    /// block or `ROOT`. `on_device` are the announcements on the placement of the store, if this placement is on the device.
-    pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
+    /// block or `ROOT`. `on_device` are the announcements on the placement of the store, if this placement is on the device. `is_held` is
+    /// whether that placement held the block before.
+    pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>, is_held: bool) -> bool {
         let Some(lora) = lora_of(self.attributes(number).context) else {
             return true;
         };
-        let has_twin = on_device.is_some_and(|together| self.list_of_lora(number, lora, together));
+        // A block below the device is listed too, since a store without tokens can add a copy of it on the device.
+        let has_twin = self.list_of_lora(number, lora, on_device.unwrap_or(0));
         self.loras.note(&StoredBlock {
             lora,
             record: number,
             parent: (parent != ROOT).then_some(parent),
             is_known,
             is_on_device: on_device.is_some(),
-            has_current_twin: has_twin && !is_known,
+            has_current_twin: has_twin && !is_held,
         })
     }
 

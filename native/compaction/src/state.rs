@@ -358,8 +358,7 @@ impl State {
             salt: content.salt.or(above.map(|(_, salt)| salt)).unwrap_or(0),
         };
         let local = keys::local_with(&content.tokens, &mut content.extras, context.seed());
-        let live = self.blocks.live();
-        let stored = self.blocks.store(&NewBlock {
+        let block = NewBlock {
             hash,
             key: above.map_or(local, |(key, _)| keys::chained(key, local)),
             parent,
@@ -368,11 +367,15 @@ impl State {
             tokens: &content.tokens,
             announcement,
             single: self.single(announcement),
-        });
+        };
+        let live = self.blocks.live();
+        let together = self.announcements.on_placement_of(announcement);
+        let is_held = context.lora != 0 && self.blocks.holds(&block, together);
+        let stored = self.blocks.store(&block);
         if let (StoreOutcome::New(number) | StoreOutcome::Known(number), true) = (stored, context.lora != 0) {
-            let together = self.announcements.on_placement_of(announcement);
             let on_device = self.announcements.is_on_device(announcement).then_some(together);
-            if !self.blocks.note_lora(number, parent, self.blocks.live() == live, on_device) {
+            let is_known = self.blocks.live() == live;
+            if !self.blocks.note_lora(number, parent, is_known, on_device, is_held) {
                 return StoreOutcome::Refused;
             }
         }

@@ -21,7 +21,7 @@ pub struct PlacedBlock {
     pub is_new: bool,
     /// Whether the stream held the block before.
     pub is_known: bool,
-    /// Whether the stream holds another block with the same key, under another hash.
+    /// Whether the block has its first copy on the placement, and another block with the same key might be there, under another hash.
     pub has_twin: bool,
 }
 
@@ -66,6 +66,8 @@ impl Stream {
         }
         self.clear_budget.add_stored(1);
         if let Some(number) = own {
+            let has_twin =
+                shared.records.has_twins(number) && !shared.sets.holds(shared.records.set(number), placement, self.number);
             self.copy(shared, hash, number, placement);
             self.collisions.make_newest(hash, number);
             return Some(PlacedBlock {
@@ -73,7 +75,7 @@ impl Stream {
                 is_unknown: false,
                 is_new: false,
                 is_known: true,
-                has_twin: false,
+                has_twin,
             });
         }
         let limit = shared.limits.blocks_per_hash;
