@@ -39,6 +39,9 @@ from wire_cases import CAPTURES, GOLDENS, Golden
 BEGIN: list[KVEvent] = [AllBlocksCleared(), AllBlocksCleared({"medium": "*"})]
 """The first events of a snapshot, after which nothing is held on any tier."""
 
+LOST: list[KVEvent] = [store([1], [0, 0], 1), AllBlocksCleared()]
+"""The next events after a clear that followed an incomplete history. Consumers conclude that tiers can have unknown blocks."""
+
 WORKER = ("a", 0)
 SLACK = 4096
 """Bytes that a history may use when no block is live: rules of groups, names of tiers."""
@@ -517,6 +520,20 @@ def test_groups_without_blocks_stay_in_the_snapshot() -> None:
     check_equal(complete_index, joined, [([1, 2, 3], Scope())])
 
 
+def test_the_largest_block_size_of_a_group_stays_in_the_snapshot() -> None:
+    """A store of a part of a block (`cache_partial_block`) states the size of the part."""
+    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
+    first = [
+        encode_events(store([1], [1, 2], 2, group_idx=0), store([1], [], 2, **window)),
+        encode_events(store([2], [], 1, **window), removal(1, group_idx=1)),
+    ]
+    snapshot = encode_collapsed(compact(first))
+    assert snapshot is not None
+    complete_index, joined = make_index(first), make_index([snapshot])
+    check_equal(complete_index, joined, [([1, 2, 3], Scope())])
+    assert joined.workers()[0].estimate == complete_index.workers()[0].estimate
+
+
 def test_too_many_orphans_make_the_history_unavailable() -> None:
     """There is no snapshot and hardly any memory in use; after a clear the compactor works again."""
     compactor = make_compactor()
@@ -527,7 +544,7 @@ def test_too_many_orphans_make_the_history_unavailable() -> None:
     assert compactor.unavailable_reason is None
     batch = take_snapshot(compactor, 1.0)
     assert batch is not None
-    assert batch.events == [*BEGIN, store([2], [2], 1)]
+    assert batch.events == [*BEGIN, *LOST, store([2], [2], 1)]
 
 
 def test_a_heartbeat_does_not_change_the_snapshot() -> None:
@@ -559,7 +576,7 @@ def test_an_invalid_history_is_unavailable_until_a_clear(reason: str) -> None:
     compactor.append(encode_events(store([2], [2], 1)))
     assert (compactor.unavailable_reason, take_snapshot(compactor, 1.0)) == (reason, None)
     compactor.append(encode_events(AllBlocksCleared(), store([3], [3], 1)))
-    assert take_snapshot(compactor, 1.0) == KVEventBatch(1.0, [*BEGIN, store([3], [3], 1)])
+    assert take_snapshot(compactor, 1.0) == KVEventBatch(1.0, [*BEGIN, *LOST, store([3], [3], 1)])
 
 
 def test_without_the_native_module_there_is_no_compactor(monkeypatch: pytest.MonkeyPatch) -> None:

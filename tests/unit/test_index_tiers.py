@@ -345,6 +345,57 @@ def test_a_hash_that_waits_in_two_forms_waits_once_for_a_late_consumer_too() -> 
         assert index.worker("a").orphans == 0
 
 
+def test_a_late_consumer_knows_that_clears_empty_host_memory() -> None:
+    """No block shows this any more. SGLang announces the adapter of each block on all tiers."""
+    consumers = Consumers([chain("CPU_PINNED"), removal(1, 2, 3, medium="CPU_PINNED")])
+    consumers.take(chain("GPU", (11, 12, 13), lora_name="adapter"), chain("CPU"))
+    assert consumers.certain() == (6, 6)
+    consumers.take(cleared())
+    assert consumers.certain() == (0, 0)
+
+
+@pytest.mark.parametrize("medium", ["CPU", "CPU_PINNED", "DISK", "HBM3"])
+def test_a_late_consumer_knows_the_tiers_of_an_engine_without_blocks_there(medium: str) -> None:
+    """A store that cannot be used hides what a tier holds, if the engine has the tier."""
+    consumers = Consumers([chain("GPU"), chain(medium)], [removal(1, 2, 3, medium=medium)])
+    consumers.take(store([7], [1], 2, medium="DISK"), cleared())
+    assert {index.worker("a").estimate for index in consumers.all} == {"inexact-tiers"}
+
+
+@pytest.mark.parametrize("medium", ["CPU", "DISK", "HBM3"])
+def test_what_one_clear_left_unknown_stays_unknown_after_more_clears(medium: str) -> None:
+    """The clear drops a pending block on the CPU, so only the CPU is unknown until its own clear."""
+    consumers = Consumers([store([5], TOKENS[:2], 2, 4, medium="CPU"), chain(medium), cleared()])
+    consumers.take(removal(1, 2, 3, medium=medium), cleared())
+    assert {index.worker("a").estimate for index in consumers.all} == {"inexact-tiers"}
+    consumers.take(cleared(medium="CPU"))
+    assert consumers.certain() == (0, 0)
+
+
+@pytest.mark.parametrize("medium", ["CPU", "DISK", "HBM3"])
+def test_tiers_that_no_event_has_named_can_be_unknown(medium: str) -> None:
+    """The missed store can have been one on a tier that the engine names only later."""
+    consumers = Consumers([store([7], [1], 2), cleared()])
+    assert consumers.certain() == (0, 0)
+    consumers.take(chain(medium))
+    assert {index.worker("a").estimate for index in consumers.all} == {"inexact-tiers"}
+
+
+def test_host_memory_that_a_clear_has_emptied_is_known() -> None:
+    """Storage is not."""
+    consumers = Consumers([chain("CPU_PINNED"), removal(1, 2, 3, medium="CPU_PINNED"), store([7], [1], 2), cleared()])
+    consumers.take(chain("CPU_PINNED"))
+    assert consumers.certain() == (6, 6)
+    consumers.take(chain("DISK"))
+    assert {index.worker("a").estimate for index in consumers.all} == {"inexact-tiers"}
+
+
+def test_a_store_that_cannot_be_used_names_its_tier() -> None:
+    """The first store on the CPU has too few tokens. After the clear, the index does not know what the CPU holds."""
+    consumers = Consumers([chain("GPU"), store([7], [1], 2, medium="CPU"), cleared()])
+    assert {index.worker("a").estimate for index in consumers.all} == {"inexact-tiers"}
+
+
 def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:
     """A late consumer that holds blocks on the CPU gets the compacted history of the same stream."""
     feed = Feed(PrefixIndex())

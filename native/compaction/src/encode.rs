@@ -29,7 +29,7 @@ impl PayloadWriter {
     /// Creates a writer of the payloads of one rank. A payload has at most `limit` bytes, unless one block alone takes more.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
-            limit: limit.saturating_sub(CLEAR_BYTES + RANK_BYTES),
+            limit: limit.saturating_sub(2 * CLEAR_BYTES + RANK_BYTES),
             ts,
             rank,
             done: Vec::new(),
@@ -54,7 +54,7 @@ impl PayloadWriter {
                     write_removal(&hashes[first..end], location, out)
                 });
             }
-            // `limit` has room for this event: in a payload of its own, the clear would look like the beginning of another history.
+            // `limit` has room for two of these events: in a payload of its own, a clear would look like the beginning of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }

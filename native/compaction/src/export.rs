@@ -18,7 +18,7 @@ use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use kvevents_index::apply::has_extra_keys;
+use kvevents_index::apply::{HOST_OF_SGLANG, has_extra_keys};
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::holders::placements::LEVELS;
 use kvevents_index::rules::evidence::Evidence;
@@ -63,7 +63,7 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     Some(())
 }
 
-/// For each level below the device, the medium of a sign that consists of a first block without extra keys.
+/// For each level below the device, the medium of a sign.
 const LOWER_MEDIA: [&str; LEVELS - 1] = ["CPU", "DISK", "OTHER"];
 
 /// Maximum number of tokens of a sign that consists of a first block. The blocks of engines are smaller.
@@ -79,14 +79,11 @@ struct Exporter<'a> {
     exported_rules: GroupRules,
     /// Hashes and announcements of exported copies that the state does not have; the last events remove these copies.
     surplus: Vec<(u64, u8)>,
-    /// Whether a consumer still needs a store with extra keys to set `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
+    /// Whether a consumer still needs a store with extra keys to set `Evidence::has_extra_keys`.
     needs_extra_keys: bool,
     /// Whether a consumer still needs a store with a LoRA to set `Evidence::has_loras`.
     needs_loras: bool,
-    /// The levels, as bits, on which a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::unkeyed_levels`, or instead of
-    /// `Evidence::unknown_levels`.
-    unkeyed_levels: u8,
-    /// What the exported unkeyed roots show.
+    /// What the exported stores show: the unkeyed roots, the named levels, and that a clear also empties host memory.
     exported: Evidence,
     /// The two smallest hashes above 0 that neither a block nor a waiting copy names.
     unused_hashes: OnceCell<[u64; 2]>,
@@ -94,7 +91,6 @@ struct Exporter<'a> {
 
 impl<'a> Exporter<'a> {
     fn new(state: &'a State, twins: &'a Twins, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
-        let missed = state.evidence.unknown_levels & state.evidence.named_levels;
         Self {
             state,
             twins,
@@ -102,15 +98,15 @@ impl<'a> Exporter<'a> {
             ranked: state.announcements.ranked_ids(),
             exported_rules: GroupRules::default(),
             surplus: Vec::new(),
-            needs_extra_keys: state.evidence.has_extra_keys || missed != 0,
+            needs_extra_keys: state.evidence.has_extra_keys,
             needs_loras: state.evidence.needs_loras(),
-            unkeyed_levels: state.evidence.unkeyed_levels | missed,
             exported: Evidence::default(),
             unused_hashes: OnceCell::new(),
         }
     }
 
     fn run(mut self, phases: &Phases) {
+        self.export_unknown();
         self.export_doubtful();
         self.export_unkept();
         let mut later = Vec::new();
@@ -146,7 +142,7 @@ impl<'a> Exporter<'a> {
             self.export_removed(&store, 1);
         }
         let bare = self.state.evidence.bare_levels & !self.exported.bare_levels;
-        let unkeyed = self.unkeyed_levels & !self.exported.unkeyed_levels;
+        let unkeyed = self.state.evidence.unkeyed_levels & !self.exported.unkeyed_levels;
         for (at, medium) in LOWER_MEDIA.into_iter().enumerate() {
             let is_bare = bare >> (at + 1) & 1 != 0;
             if is_bare || unkeyed >> (at + 1) & 1 != 0 {
@@ -159,6 +155,57 @@ impl<'a> Exporter<'a> {
             self.export_unusable();
         }
         self.export_rules();
+        self.export_tiers();
+    }
+
+    /// Makes a consumer know which tiers might hold blocks that the stream does not list. A clear that names no tier has left them: the
+    /// blocks waited for others, or a store was missed. In the second case all tiers are concerned, also those that no event has named.
+    fn export_unknown(&mut self) {
+        let Evidence {
+            unknown_levels,
+            named_levels,
+            ..
+        } = self.state.evidence;
+        if unknown_levels == 0 {
+            return;
+        }
+        if unknown_levels & !named_levels == 0 {
+            let hash = self.unused_hashes()[0];
+            for medium in media_of(unknown_levels) {
+                self.export_on(medium, vec![hash]);
+            }
+        } else {
+            if unknown_levels & 0b10 == 0 {
+                self.export_host_clears();
+            }
+            self.export_unusable();
+        }
+        (self.emit)(ExportedEvent::Cleared);
+    }
+
+    /// Names the tiers that no exported store has named: the next clears concern these tiers too.
+    fn export_tiers(&mut self) {
+        self.export_host_clears();
+        for medium in media_of(self.state.evidence.named_levels & !self.exported.named_levels) {
+            self.export_on(medium, Vec::new());
+        }
+    }
+
+    /// Shows that a clear also empties host memory, if no exported store has shown it.
+    fn export_host_clears(&mut self) {
+        if self.state.evidence.has_host_clears && !self.exported.has_host_clears {
+            self.export_on(HOST_OF_SGLANG, Vec::new());
+        }
+    }
+
+    /// Announces blocks on a tier by their hashes.
+    fn export_on(&mut self, medium: &'static [u8], hashes: Vec<u64>) {
+        let mut store = Store {
+            hashes: hashes.into(),
+            ..Store::default()
+        };
+        store.location.medium = Some(Cow::Borrowed(medium));
+        self.export_store(store);
     }
 
     /// Announces a block with too many tokens, so that consumers also know of a store that could not be used.
@@ -255,6 +302,8 @@ impl<'a> Exporter<'a> {
 
     fn export_store(&mut self, mut store: Store<'static>) {
         store.keyable = Some(store.hashes.len());
+        self.exported.has_host_clears |= store.location.medium.as_deref() == Some(HOST_OF_SGLANG);
+        self.exported.named_levels |= 1 << self.state.announcements.level_of(&store);
         let _ = self.exported_rules.learn(&store);
         (self.emit)(ExportedEvent::Stored(store));
     }
@@ -345,8 +394,12 @@ impl<'a> Exporter<'a> {
             window: known.window,
             ..store
         };
-        let bare = self.state.evidence.bare_levels;
-        let unkeyed = self.unkeyed_levels & if has_lora(&store) { u8::MAX } else { bare };
+        let Evidence {
+            unkeyed_levels,
+            bare_levels,
+            ..
+        } = self.state.evidence;
+        let unkeyed = if has_lora(&store) { unkeyed_levels } else { bare_levels };
         if unkeyed >> known.placement.level() & 1 == 0 && is_unkeyed_root(&store) {
             // The block was first announced on the device, so its extra keys are known. The consumer does not see this announcement, so the
             // store states that the block has no extra keys.
@@ -468,6 +521,14 @@ impl<'a> Exporter<'a> {
             std::array::from_fn(|_| unused.next().unwrap_or(0))
         })
     }
+}
+
+/// The media of some levels below the device, which are given as bits.
+fn media_of(levels: u8) -> impl Iterator<Item = &'static [u8]> {
+    let lower = LOWER_MEDIA.into_iter().enumerate();
+    lower
+        .filter(move |(at, _)| levels >> (at + 1) & 1 != 0)
+        .map(|(_, medium)| medium.as_bytes())
 }
 
 fn has_lora(store: &Store<'_>) -> bool {

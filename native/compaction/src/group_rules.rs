@@ -15,7 +15,7 @@ pub const MAX_GROUPS: usize = 64;
 pub struct Rule {
     /// The blocks of a prefix that the group needs.
     pub kind: GroupKind,
-    /// Number of tokens per block, if the group needs only some blocks of a prefix; otherwise 0.
+    /// Number of tokens per block, if the group needs or needed only some blocks of a prefix; otherwise 0.
     size: u64,
 }
 
@@ -30,7 +30,7 @@ pub struct GroupRule {
     pub example: Store<'static>,
 }
 
-/// For each group, the rule that was announced latest.
+/// For each group, the rule that its stores have announced, as in `Groups::learn` of the index: the latest kind, and the largest size.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
@@ -75,8 +75,20 @@ impl GroupRules {
         let Some(rule) = rule_of(store) else { return Some(()) };
         let group = store.location.group.unwrap_or(0);
         match self.0.iter().position(|known| known.group == group) {
-            Some(at) if self.0[at].rule == rule => {}
-            Some(at) => self.0[at] = GroupRule::new(group, store, rule),
+            Some(at) => {
+                let known = self.0[at].rule;
+                let rule = Rule {
+                    kind: if known.kind.includes(rule.kind) {
+                        known.kind
+                    } else {
+                        rule.kind
+                    },
+                    size: known.size.max(rule.size),
+                };
+                if rule != known {
+                    self.0[at] = GroupRule::new(group, store, rule);
+                }
+            }
             None if self.0.len() >= MAX_GROUPS => return None,
             None => self.0.push(GroupRule::new(group, store, rule)),
         }
@@ -100,7 +112,7 @@ impl GroupRule {
             location: store.location.to_static(),
             kind: owned(&store.kind),
             window: store.window,
-            block_size: store.block_size,
+            block_size: store.block_size.max(rule.size),
             pairs: store.pairs,
             keys: store.keys.as_ref().map(|_| Cow::default()),
             ..Store::default()

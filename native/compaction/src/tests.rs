@@ -304,7 +304,8 @@ fn too_many_orphans_are_lost_until_a_clear() {
     assert_eq!((state.blocks.live(), state.invalid), (0, Some("orphans")));
     state.clear(None, None).expect("within limits");
     put(&mut state, 1, &GPU);
-    assert_eq!(exported(&state).map(|events| events.len()), Some(1));
+    // The first two events show that tiers below the device can have unknown blocks.
+    assert_eq!(exported(&state).map(|events| events.len()), Some(3));
 }
 
 /// If a payload cannot be read completely, the history is invalid until the next clear of everything.

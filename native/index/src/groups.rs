@@ -47,7 +47,7 @@ impl GroupKind {
     }
 
     /// Whether a store of the kind `other` adds no knowledge about a group of this kind.
-    fn includes(self, other: Self) -> bool {
+    pub fn includes(self, other: Self) -> bool {
         self == other || (self.is_full() && other == Self::UNNAMED)
     }
 

@@ -80,6 +80,7 @@ impl Stream {
         if let Err(reason) = self.store(writer, read, event, placement, work) {
             let kind = read.text(event.spec_kind).unwrap_or("none");
             self.counters.reject(kind, reason);
+            self.evidence.named_levels |= 1 << read.location(event).placement().level();
             // Stores of groups of unknown kinds are not counted here, since these groups have an estimate of their own.
             self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
         }
