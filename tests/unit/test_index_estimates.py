@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from index_cases import Feed, cleared, removal, store, tokens_of
+from index_cases import Feed, cleared, namespace, removal, store, tokens_of
 from index_keys import Scope
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, PrefixIndex
@@ -372,6 +372,25 @@ def test_groups_without_kinds_are_an_estimate_of_lookups(kind: str | None) -> No
     restored = PrefixIndex()
     restored.restore(file)
     assert restored.worker("a").estimate == index.worker("a").estimate
+
+
+@pytest.mark.parametrize("fields", [{"medium": "CPU"}, {"block_keys": None}])
+def test_adapters_of_blocks_with_keys_or_below_the_gpu_count_for_lookups_by_hashes(fields: dict[str, Any]) -> None:
+    """The answer is an upper bound, and not 0."""
+    index = PrefixIndex()
+    dense: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    adapted = store([1, 2], [1, 1, 1, 1], 2, lora_name="x", **dense)
+    if "block_keys" in fields:
+        other = PrefixIndex()
+        Feed(other)(adapted)
+        keys = [block.key for block in sorted(other.blocks("a"), key=lambda block: block.hash)]
+        adapted = store([1, 2], [], 2, block_keys=keys, **dense)
+    else:
+        adapted.medium = "CPU"
+    Feed(index)(store([3], [3, 3], 2, **dense), store([3], [], 1, group_idx=1, kv_cache_spec_kind="mamba"), adapted)
+    found = index.match([1, 1, 1, 1], namespace(Scope(lora="x"))).best
+    assert found is not None
+    assert (found.tokens, found.certain) == (4, 0)
 
 
 def test_restored_groups_keep_that_hashes_cover_more_than_tokens() -> None:

@@ -92,8 +92,8 @@ pub struct Groups {
     /// of vLLM's block pool do), and the device if the engine's cache is attested. A cache on another level has one logical copy of a
     /// block, which some engines announce several times.
     pub copied_levels: u8,
-    /// Whether the hashes of some stored blocks cover values that no event contains: the path of a LoRA, or the positions of multimodal
-    /// items.
+    /// Whether the hashes of some stored blocks might cover values that no event contains: the path of a LoRA, or the positions of
+    /// multimodal items.
     pub has_unknown_inputs: bool,
     /// Groups of the draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty list means all groups.
     /// None if the engine has no draft model.

@@ -28,14 +28,20 @@ impl Stream {
         if event.lookahead.is_some() && !self.groups.has_lookahead {
             (self.groups.has_lookahead, self.has_new_groups) = (true, true);
         }
-        if !self.groups.has_unknown_inputs && has_unknown_inputs(read, event) {
-            (self.groups.has_unknown_inputs, self.has_new_groups) = (true, true);
-        }
+        self.learn_inputs(read, event);
         let has_key = u64::from(event.keyable) >= event.block_size;
         let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && has_key;
         let is_wanted = event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none());
         if is_wanted && is_plain && event.parent_hash().is_none() {
             self.learn_from_root(read, event);
+        }
+    }
+
+    /// Learns whether hashes of blocks might cover values that no event contains. Keys do not show the namespace of their blocks.
+    #[inline]
+    pub(super) fn learn_inputs(&mut self, read: &PayloadEvents<'_>, event: &Event) {
+        if !self.groups.has_unknown_inputs && (event.keyed || has_unknown_inputs(read, event)) {
+            (self.groups.has_unknown_inputs, self.has_new_groups) = (true, true);
         }
     }
 

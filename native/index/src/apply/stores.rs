@@ -124,6 +124,7 @@ impl Stream {
             return Ok(());
         }
         if event.keyed {
+            self.learn_inputs(read, event);
             return self.store_by_keys(writer, read, event, work);
         }
         let store = TokenStore::read(read, event)?;
@@ -136,6 +137,8 @@ impl Stream {
             self.learn_page_hashes(&store, event.parent_hash());
             self.evidence.has_extra_keys |= event.has_extra_keys;
             self.evidence.has_loras |= store.lora != 0;
+        } else {
+            self.learn_inputs(read, event);
         }
         let placement = placement
             .or_else(|| self.placement(writer, read, event))
