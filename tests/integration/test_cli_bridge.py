@@ -379,6 +379,7 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1"], 2, "no engine is given"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
+        (["--nats", "nats://127.0.0.1:1", "--metrics-host", "::", *MODEL_AND_WORKER], 2, "--metrics-host needs --metrics-port"),
         (["--nats", "http://127.0.0.1:1", *MODEL_AND_WORKER], 2, "invalid server"),
         (["--nats", "nats://secret@127.0.0.1:1x", *MODEL_AND_WORKER], 2, "invalid server 'nats://127.0.0.1:1x'"),
         (["--nats", "nats://127.0.0.1:1", "--copies", "2", *MODEL_AND_WORKER], 2, "copies is 2"),

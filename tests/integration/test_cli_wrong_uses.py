@@ -176,6 +176,13 @@ def test_a_replica_with_an_engine_names_the_option(capsys: pytest.CaptureFixture
         (["relay", "h:1", "--hwm", "2147483648"], "--hwm is 2147483648; it must be from 1 to 2147483647"),
         (["relay", "h:1", "--upstream-curve-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need each other"),
         (["relay", "h:1", "--upstream-curve-server-key", "k"], "--upstream-curve-key and --upstream-curve-server-key need"),
+        (["relay", "h:1", "--metrics-host", "127.0.0.1"], "--metrics-host needs --metrics-port"),
+        (["serve", "--listen", "tcp://127.0.0.1:1", "--model", "m"], "--model and --block-size need --worker, --engine"),
+        (["query", "1", "--no-special-tokens"], "--tokenizer and --no-special-tokens need a text"),
+        (["conform", "ours", "--api", "mooncake"], "--api needs --indexer"),
+        (["export", "--query", "hit-depth", "x", "--token-ids"], "--token-ids and --force are for the export of recordings"),
+        (["doctor", "--bind"], "--bind and --curve-key need ENDPOINT"),
+        (["doctor", "h:1", "--tls-ca", "x"], "name an engine or a service"),
         (["tail", "h:1", "--topic", "\udcff"], "an argument is not valid UTF-8"),
     ],
 )

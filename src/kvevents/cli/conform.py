@@ -67,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument("target", metavar="TARGET", nargs="?", choices=list(DRIVERS), help=f"start it: {', '.join(DRIVERS)}")
     targets.add_argument("--indexer", type=service_url, help="a running indexer with the API of RFC #1403")
-    parser.add_argument("--api", choices=tuple(INDEXER_KINDS), default="dynamo", help="whose form of the API the indexer has")
+    parser.add_argument("--api", choices=tuple(INDEXER_KINDS), help="whose form of the API the indexer has (default: dynamo)")
     text = "a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in"
     targets.add_argument("--router", metavar="COMMAND", help=text)
     text = "ENDPOINT,REPLAY of a running publisher, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}"
@@ -162,8 +162,10 @@ def _parse_dialect(text: str) -> Dialect:
 
 
 def _make_driver(args: Namespace) -> AnyDriver:
+    if args.api is not None and args.indexer is None:
+        raise CommandLineError("--api needs --indexer: the forms of the API of other targets are known")
     if args.indexer is not None:
-        return RunningIndexer(args.indexer, kind=INDEXER_KINDS[args.api])
+        return RunningIndexer(args.indexer, kind=INDEXER_KINDS[args.api or "dynamo"])
     if args.publisher is not None:
         return publisher_driver(args.publisher)
     if args.router is not None:

@@ -37,8 +37,10 @@ _SEVERITY_STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.
 
 def run(args: Namespace) -> int:
     """Run the checks, print each finding, and return the exit code."""
-    if args.endpoint is not None and (args.service or args.context):
+    if args.endpoint is not None and (args.service or args.context or args.token_file or args.tls_ca):
         raise CommandLineError("name an engine or a service (--service, --context), not both")
+    if args.endpoint is None and (args.replay or args.no_replay or args.topic or args.bind or args.curve_key):
+        raise CommandLineError("--replay, --no-replay, --topic, --bind and --curve-key need ENDPOINT: they are for an engine")
     console = Console()
     quiet = args.output in DATA_FORMATS
     subject: dict[str, Any]

@@ -51,6 +51,8 @@ def run(args: Namespace) -> int:
         return ExitCode.OK
     if args.sql and args.query is None:
         raise CommandLineError("--sql needs --query: it prints the SQL of the query NAME; --list-queries lists the queries")
+    if args.query is not None and (args.token_ids or args.force):
+        raise CommandLineError("--token-ids and --force are for the export of recordings; --query writes no files")
     return _export(args, console) if args.query is None else _run_query(args, console)
 
 

@@ -72,8 +72,8 @@ def read_prompt(args: Namespace) -> list[int]:
     Raises `CommandLineError`, `ConfigError` for an unusable file, and `MissingDependencyError` if text needs a missing package.
     """
     if args.text is None and args.text_file is None:
-        if args.tokenizer is not None:
-            raise CommandLineError("--tokenizer needs --text or --text-file; token ids need no tokenizer")
+        if args.tokenizer is not None or args.no_special_tokens:
+            raise CommandLineError("--tokenizer and --no-special-tokens need a text: token ids need no tokenizer")
         return _read_tokens(args.prompt_file) if args.prompt_file is not None else _token_ids_of(args.tokens)
     text = args.text if args.text is not None else _read_text(args.text_file)
     if args.tokenizer is None:

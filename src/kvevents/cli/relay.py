@@ -94,6 +94,8 @@ def run(args: Namespace) -> int:
     if "upstreams" not in given:
         raise CommandLineError("no engine is given: name an engine as ENDPOINT[,REPLAY], or set upstreams in --config")
     config = given.settings()
+    if "metrics_host" in given and config.metrics_port is None:
+        raise CommandLineError("--metrics-host needs --metrics-port: without a port nothing listens for Prometheus")
     settings = config.relay()
     configure_logging(args)
     if config.metrics_port is not None:

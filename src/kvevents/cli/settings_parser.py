@@ -410,6 +410,8 @@ def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
     """
     model = {} if args.model is None else {"model": args.model}
     common = model | ({} if args.block_size is None else {"block_size": args.block_size})
+    if common and not (args.workers or args.engines or args.names):
+        raise CommandLineError("--model and --block-size need --worker, --engine or --dns: files state them themselves")
     if args.workers and not model:
         raise CommandLineError("--worker needs --model: clients ask for the workers of a model")
     sources = [{**each, **common} for each in args.workers] + [{"base_url": each, **model} for each in args.engines]

@@ -110,6 +110,8 @@ def run(args: Namespace) -> int:
         raise CommandLineError(
             "no engine is given; use --worker, --engine, --dns, --kubernetes-selector, --sources or --config"
         )
+    if "bridge.metrics_host" in given and config.bridge.metrics_port is None:
+        raise CommandLineError("--metrics-host needs --metrics-port: without a port nothing listens for Prometheus")
     check_engines(config, args.config)
     if args.check:
         if config.bridge.metrics_port is not None:
