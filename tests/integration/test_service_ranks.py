@@ -84,3 +84,17 @@ def test_a_rank_that_is_registered_takes_no_blocks_from_another_stream() -> None
         wait_for("the fault", lambda: "set-aside" in service.source("pod")["trust"]["reason_codes"])
         wait_for_ranks(service, SECOND, {"1": 64})
         wait_for_ranks(service, FIRST, {"0": 64})
+
+
+def test_a_rank_of_another_rank_s_stream_is_drained_with_that_rank() -> None:
+    """The answer names the rank that can be drained. The listing shows both as drained."""
+    with engine() as made, serving() as service:
+        assert service.register("pod", made.publisher).status == 201
+        for rank in (0, 1):
+            publish(made, rank, stored(FIRST))
+        wait_for_ranks(service, FIRST, {"0": 64, "1": 64})
+        answer = service.post("/v1/drain", instance="pod", rank=1)
+        assert answer.status == 404
+        assert "pod rank 1 not found: it changes with pod rank 0, which has its events" in answer.json["detail"]
+        assert service.post("/v1/drain", instance="pod", rank=0).json["ranks"] == [0]
+        wait_for("both ranks", lambda: all(service.source("pod", rank)["draining"] for rank in (0, 1)))

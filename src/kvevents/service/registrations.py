@@ -199,10 +199,13 @@ class Registrations(Struct, eq=False, kw_only=True):
 
     def _find(self, query: InstanceQuery) -> list[Member]:
         source = source_name(query.tenant, query.group, query.instance)
-        ranks = [member for member in self.fleet.members_of(source) if query.rank in {None, member.registration.rank}]
+        members = self.fleet.members_of(source)
+        ranks = [member for member in members if query.rank in {None, member.registration.rank}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
-            raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", LISTING_HINT)
+            rows = [(each.registration.rank, one.registration.label) for one in members for each in one.carried_members]
+            why = next((f": it changes with {label}, which has its events" for rank, label in rows if rank == query.rank), "")
+            raise NotFoundError(f"instance {query.instance}{suffix} not found{why}", "not-registered", LISTING_HINT)
         first, subject = ranks[0].registration, f"instance {query.instance} is registered"
         if query.model is not None and first.model != query.model:
             raise NotFoundError(f"{subject} with model {first.model!r}", "other-model", "send this model, or no model")

@@ -480,7 +480,7 @@ class Fleet(Listener):
         former = member.update_trust(trust, now)
         for worker in (member, *member.carried_members):
             if worker is not member:
-                worker.status, worker.faults = member.status, member.faults
+                worker.status, worker.faults, worker.is_draining = member.status, member.faults, member.is_draining
                 worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
                 worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
