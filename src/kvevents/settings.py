@@ -144,7 +144,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML document. Raise `ValueError` with the line of the error."""
     import tomllib  # noqa: PLC0415 - needed only by programs with a settings file
 
-    return tomllib.loads(text)
+    return tomllib.loads(text.removeprefix("\ufeff"))  # Editors of Windows write a byte order mark.
 
 
 def convert(data: Any, kind: type[T], origin: str) -> T:

@@ -102,7 +102,7 @@ def test_json_is_the_answer_of_the_service(fleet: RunningService) -> None:
 
 
 def test_tokens_are_accepted_in_every_form(fleet: RunningService, tmp_path: Path) -> None:
-    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT), encoding="utf-8-sig")  # as editors of Windows write it
     (tmp_path / "prompt.u32").write_bytes(array("I", PROMPT).tobytes())
     (tmp_path / "prompt.bin").write_bytes(array("I", PROMPT).tobytes())
     spaced = " ".join(map(str, PROMPT)).encode()

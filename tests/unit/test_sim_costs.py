@@ -92,7 +92,7 @@ def test_a_cost_model_survives_encoding_as_json(costs: CostModel) -> None:
 
 def test_a_cost_model_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text('{"step": 0.01, "token": 0.0001, "cache_tokens": 5000}')
+    file.write_text('{"step": 0.01, "token": 0.0001, "cache_tokens": 5000}', encoding="utf-8-sig")
     assert cost_model(str(file)) == CostModel(step=0.01, token=0.0001, cache_tokens=5000)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -141,7 +142,7 @@ def _choose_scenarios(args: Namespace) -> Sequence[steps.AnyScenario]:
         paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
         if not paths:
             raise ConfigError(f"{args.scenarios} contains no scenario: expected files *.json")
-        known = [steps.read_scenario(path.read_bytes(), str(path)) for path in paths]
+        known = [steps.read_scenario(path.read_bytes().removeprefix(BOM_UTF8), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
         own = f"dialect-{args.dialect.name.replace('@', '-')}"

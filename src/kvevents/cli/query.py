@@ -118,7 +118,7 @@ def _read_bytes(file: Path) -> bytes:
 
 def _read_text(file: Path) -> str:
     try:
-        return _read_bytes(file).decode()
+        return _read_bytes(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
 

@@ -150,8 +150,8 @@ def cost_model(name: str) -> CostModel:
     if not name.endswith(".json"):
         raise ConfigError(f"unknown preset {name!r}: expected {', '.join(PRESETS)}, or the name of a .json file")
     try:
-        return msgspec.json.decode(Path(name).read_bytes(), type=CostModel)
+        return msgspec.json.decode(Path(name).read_text(encoding="utf-8-sig"), type=CostModel)
     except OSError as error:
         raise ConfigError(f"cannot read the cost model {name}: {error.strerror}") from error
-    except (msgspec.DecodeError, ConfigError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"invalid cost model {name}: {error}") from error
