@@ -109,6 +109,12 @@ async def test_an_unchanged_file_yields_nothing(path: Path) -> None:
     next_finding.cancel()
 
 
+async def test_a_file_can_begin_with_a_byte_order_mark(path: Path) -> None:
+    """Editors of Windows write one."""
+    replace_file(path, f"\ufeff{GOOD}")
+    assert labels_of(await WatchedFile(path).first()) == ["a rank 0", "a rank 1"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -140,7 +146,11 @@ async def test_a_misspelled_table_of_a_configuration_file_keeps_the_known_engine
     invalid = await watched.next_after(lambda: replace_file(path, GOOD.replace("[[sources]]", "[[source]]")))
     assert invalid.registrations == good.registrations
     assert "unknown key 'source'; did you mean 'sources'? correct it; the sources that it named" in invalid.faults[0]
+    empty = await watched.next_after(lambda: path.write_text(""))
+    assert empty.registrations == good.registrations, "the file was truncated to be written again"
+    assert "write sources = [] for an empty list; the sources that it named" in empty.faults[0]
     assert (await watched.next_after(lambda: replace_file(path, "port = 1"))).registrations == ()
+    assert (await watched.next_after(lambda: path.write_text(""))).faults == ()
 
 
 async def test_a_file_that_is_not_utf8_or_too_large_is_invalid(path: Path) -> None:

@@ -72,18 +72,20 @@ class FileProvider(Struct, frozen=True):
         while True:
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != read_stamp:
-                newest = await asyncio.to_thread(self._load, finding)
+                newest = await asyncio.to_thread(self._load, finding, is_empty=stamp is not None and not stamp[2])
                 # If the file was written during the read, the content might be incomplete: the next check reads the file again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     read_stamp, finding = stamp, newest
                     yield finding
             await self.clock.sleep(apply_jitter(self.interval, self.clock.random))
 
-    def _load(self, known: Finding) -> Finding:
+    def _load(self, known: Finding, *, is_empty: bool) -> Finding:
+        has_sources = bool(known.registrations or known.providers)
+        keys = SOURCES_ONLY if has_sources and is_empty else self.keys  # A file is often truncated before it is written again.
         try:
-            return build_finding(read_sources(self.path, keys=self.keys, max_bytes=self.max_bytes))
+            return build_finding(read_sources(self.path, keys=keys, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
-            note = "; the sources that it named before stay" if known.registrations or known.providers else ""
+            note = "; the sources that it named before stay" if has_sources else ""
             return replace(known, faults=tuple(f"{error}{note}" for error in errors.exceptions[:MAX_FAULTS]))
 
 
