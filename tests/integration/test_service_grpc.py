@@ -61,7 +61,7 @@ def open_channel(service: Service, credentials: Any = None, **options: Any) -> I
 
 def call(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **more: Any) -> Any:
     message = ParseDict(fields, getattr(messages, f"{method}Request")())
-    read = getattr(messages, f"{method}Response").FromString
+    read = getattr(messages, f"{method}Response", messages.Reservation).FromString
     return channel.unary_unary(f"/{QUERY}/{method}", type(message).SerializeToString, read)(message, timeout=DEADLINE, **more)
 
 
@@ -170,6 +170,9 @@ def test_errors_have_status_codes_and_reasons(service: Service, messages: Any) -
             ("Select", {**ours, "load_weight": "NaN"}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "candidates": [{"instance": "a", "load": "Infinity"}]}, ("INVALID_ARGUMENT", "bad-number")),
             ("Select", {**ours, "candidates": [{"instance": "a", "load": "NaN"}]}, ("INVALID_ARGUMENT", "bad-number")),
+            ("Select", {**ours, "reserve": {"seconds": "NaN"}}, ("INVALID_ARGUMENT", "bad-number")),
+            ("Select", {**ours, "reserve": {"seconds": "Infinity"}}, ("INVALID_ARGUMENT", "bad-number")),
+            ("UpdateReservation", {"id": "x", "seconds": "NaN"}, ("INVALID_ARGUMENT", "bad-number")),
             ("Select", {**ours, "wait_weight": -1}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "tiers": {"nvme": 1}}, ("INVALID_ARGUMENT", "bad-shape")),
             ("Select", {**ours, "trust": {"GOOD": 1}}, ("INVALID_ARGUMENT", "bad-shape")),

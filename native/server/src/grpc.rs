@@ -353,6 +353,12 @@ impl Call {
     }
 }
 
+/// Rejects infinite numbers and NaN. JSON has neither, so the equivalent query would lose an optional one.
+fn check_finite(mut numbers: impl Iterator<Item = f64>) -> Result<(), Status> {
+    let is_finite = numbers.all(f64::is_finite);
+    is_finite.then_some(()).ok_or_else(|| Status::from(&Problem::not_finite()))
+}
+
 type QueryAnswer<A> = Result<tonic::Response<A>, Status>;
 
 #[async_trait]
@@ -366,14 +372,14 @@ impl Query for Call {
     }
 
     async fn select(&self, request: tonic::Request<SelectRequest>) -> QueryAnswer<SelectResponse> {
-        // JSON has neither infinite numbers nor NaN, so the equivalent query would lose such a load.
-        if (request.get_ref().candidates.iter()).any(|one| one.load.is_some_and(|load| !load.is_finite())) {
-            return Err(Status::from(&Problem::not_finite()));
-        }
+        let query = request.get_ref();
+        let loads = query.candidates.iter().filter_map(|one| one.load);
+        check_finite(loads.chain(query.reserve.iter().filter_map(|reserve| reserve.seconds)))?;
         self.query(&self.equivalent, request, Endpoints::answer_select).await
     }
 
     async fn update_reservation(&self, request: tonic::Request<UpdateReservationRequest>) -> QueryAnswer<Reservation> {
+        check_finite(request.get_ref().seconds.into_iter())?;
         let id = request.get_ref().id.clone();
         self.reservation(ReservationAction::Update, &id, request).await
     }

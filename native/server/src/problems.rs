@@ -145,7 +145,7 @@ impl Problem {
 
     pub(crate) fn not_finite() -> Self {
         Self {
-            detail: "a load or a weight is not a finite number".into(),
+            detail: "a load, a weight or a number of seconds is not finite".into(),
             reason: "bad-number",
             hint: "send finite numbers",
             status: StatusCode::BAD_REQUEST,

@@ -73,7 +73,7 @@ def select(service: Service, request: HttpRequest) -> Response:
     weights = [*query.tiers.values(), *query.trust.values(), query.wait_weight, query.load_weight]
     numbers = [*loads, *weights, query.expect_seconds, seconds or 0.0]
     if not all(map(math.isfinite, numbers)):
-        raise RefusedError("a load or a weight is not a finite number", "bad-number", "send finite numbers")
+        raise RefusedError("a load, a weight or a number of seconds is not finite", "bad-number", "send finite numbers")
     return answer_query(service, request, query, tokens)
 
 
