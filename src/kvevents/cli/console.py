@@ -212,6 +212,4 @@ def _paint(parts: Line, color: bool) -> str:
 
 def escape_controls(text: str) -> str:
     """Return the text with control characters escaped. Names and reasons of peers must not control the terminal."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

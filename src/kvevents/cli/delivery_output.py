@@ -90,9 +90,7 @@ class LineFormat:
 
 def format_clock(ts: float) -> str:
     """Return a Unix time as local time of day with milliseconds; dashes if the peer sent no time."""
-    if ts <= 0:
-        return "--:--:--.---"
-    return datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    return "--:--:--.---" if ts <= 0 else datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
 
 
 def _inline_events(events: Sequence[KVEvent]) -> str:

@@ -18,12 +18,8 @@ from typing import Final, Self
 from kvevents.cli.command import Group
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 @contextmanager
-def handling_signals(action: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
+def handling_signals(action: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
     """Return a context in which SIGINT and SIGTERM call `action`; by default they raise KeyboardInterrupt.
 
     If the process already ignores a signal, as under `nohup`, the signal stays ignored.

@@ -44,18 +44,10 @@ def _format_lag(source: PolledSource, _now: float) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
-def _format_age(source: PolledSource, now: float) -> str:
-    return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
-
-
 def _format_load(source: PolledSource, _now: float) -> str:
     if source.load is None:
         return "?" if source.load_fault is not None else ""
     return f"{source.load.running:,} / {source.load.waiting:,}"
-
-
-def _format_trust(source: PolledSource, _now: float) -> str:
-    return f"{source.trust.state} attested" if source.trust.attested else source.trust.state
 
 
 def _count_style(count: int) -> Style:
@@ -68,7 +60,12 @@ MIN_ISSUES_WIDTH: Final = 16
 COLUMNS: Final = (
     SourceColumn("worker", lambda source, _: source.name, 0, lambda _: "name"),
     SourceColumn("model", lambda source, _: source.model, 9),
-    SourceColumn("trust", _format_trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
+    SourceColumn(
+        "trust",
+        lambda source, _: source.trust.state + " attested" * source.trust.attested,
+        0,
+        lambda source: TRUST_STYLES[source.trust.state],
+    ),
     SourceColumn("blocks", lambda source, _: f"{source.blocks:,}", 2),
     SourceColumn(
         "tiers", lambda source, _: " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks), 10
@@ -76,7 +73,7 @@ COLUMNS: Final = (
     SourceColumn("batches/s", lambda source, _: _format_rate(source.rate), 4),
     SourceColumn("running / waiting", _format_load, 6, lambda source: "bad" if source.load_fault is not None else "plain"),
     SourceColumn("lag", _format_lag, 6),
-    SourceColumn("last", _format_age, 5),
+    SourceColumn("last", lambda one, now: "never" if one.last_event is None else duration(max(now - one.last_event, 0.0)), 5),
     SourceColumn("lost", lambda source, _: _format_count(source.lost), 3, lambda source: _count_style(source.lost)),
     SourceColumn("gaps", lambda source, _: _format_count(source.gap_count), 8, lambda source: _count_style(source.gap_count)),
     SourceColumn("restarts", lambda source, _: _format_count(source.resets), 7),

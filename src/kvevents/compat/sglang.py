@@ -261,9 +261,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 def _with_absolute_path(endpoint: str) -> str:
     """Make the path of an `ipc://` endpoint absolute; names in the abstract namespace (`@...`) are not paths."""
     transport, _, path = endpoint.partition("://")
-    if transport != "ipc" or path.startswith("@"):
-        return endpoint
-    return f"ipc://{Path(path).absolute()}"
+    return endpoint if transport != "ipc" or path.startswith("@") else f"ipc://{Path(path).absolute()}"
 
 
 def _advertised_replay_endpoint(endpoint: str | None) -> str | None:

@@ -48,9 +48,7 @@ def size(count: int) -> str:
 def percentage(part: float, total: float) -> str:
     """Return `part` of `total` in percent. A value near 0% is `<1%`, and a value near 100% is `>99%`."""
     percent = 100 * part / total if total else 0.0
-    if 0 < percent < 1:
-        return "<1%"
-    return ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
+    return "<1%" if 0 < percent < 1 else ">99%" if 99 < percent < 100 else f"{percent:.0f}%"
 
 
 def first_names(names: Sequence[str]) -> str:

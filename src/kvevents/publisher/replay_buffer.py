@@ -280,9 +280,7 @@ class ReplayBuffer:
                 is_older = start <= self._last_evicted[0]
                 source = self._snapshot_input() if is_older and start <= newest else None
             prefix = [] if source is None else self._batches_before_buffered(start, source)
-        if prefix or not is_older:
-            return prefix + batches
-        return batches[-self._steps :] if self._steps else []
+        return prefix + batches if prefix or not is_older else batches[-self._steps :] if self._steps else []
 
     # --- snapshots (encoded outside of the inner locks, because 50,000 blocks take a tenth of a second)
 

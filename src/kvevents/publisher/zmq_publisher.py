@@ -162,7 +162,18 @@ class ZmqEventPublisher(QueuedPublisher):
         compact_until_stopped = self._replay_buffer.compact_until_stopped
         self._compaction = threading.Thread(target=compact_until_stopped, daemon=True, name="zmq-compaction")
         self._thread = threading.Thread(target=self._run, daemon=True, name="zmq-publisher")
-        self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
+        self._server = EventServer(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._replay_buffer,
+            hwm=hwm,
+            topic=topic,
+            bind=self._binds,
+            replay_topic=self._dialect.has_replay_topic if replay_topic is None else replay_topic,
+            curve=curve,
+            context=context,
+            settings=settings,
+        )
         try:
             self._start(max_queue_size)
         except BaseException:  # also for KeyboardInterrupt: an open socket would block the termination of its context
@@ -188,22 +199,6 @@ class ZmqEventPublisher(QueuedPublisher):
             "digests in heartbeats": self._digest_tracker,
         }
         warn_without_native(logger, self.endpoint, [feature for feature, is_enabled in features.items() if is_enabled])
-
-    def _create_server(
-        self, hwm: int, topic: str, *, replay_topic: bool | None, curve: Curve | None, context: zmq.Context[Any] | None
-    ) -> EventServer:
-        return EventServer(
-            self._endpoint,
-            self._replay_endpoint,
-            buffer=self._replay_buffer,
-            hwm=hwm,
-            topic=topic,
-            bind=self._binds,
-            replay_topic=self._dialect.has_replay_topic if replay_topic is None else replay_topic,
-            curve=curve,
-            context=context,
-            settings=self._settings,
-        )
 
     def _create_buffer(self, steps: int, compact: bool | None) -> ReplayBuffer:
         settings = self._settings.buffer

@@ -179,9 +179,7 @@ def _is_name(host: str) -> bool:
 
 def _normalize_address(address: Address) -> Address:
     """Return an IPv4-mapped address as IPv4, and an IPv6 address without the zone that resolvers add."""
-    if isinstance(address, IPv4Address):
-        return address
-    return address.ipv4_mapped or IPv6Address(int(address))
+    return address if isinstance(address, IPv4Address) else address.ipv4_mapped or IPv6Address(int(address))
 
 
 def _forbidden_kind(address: Address) -> str | None:

@@ -66,7 +66,14 @@ class Service:
         self.audit = AuditLog()
         self.allow_list = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
-        self.fleet = _make_fleet(config)
+        self.fleet = Fleet(
+            PrefixIndex(memory_limit=config.memory_limit),
+            max_sources=config.limits.max_sources,
+            max_reservations=config.limits.max_reservations,
+            hide_stale_seconds=config.hide_stale_seconds,
+            curve=config.curve,
+            load=config.load,
+        )
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = thread_pools(config.limits.max_waiting)
         self.dump_lock = BoundedLock("dump", config.limits.max_waiting)
@@ -339,17 +346,6 @@ class Service:
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
-
-
-def _make_fleet(config: ServiceSettings) -> Fleet:
-    return Fleet(
-        PrefixIndex(memory_limit=config.memory_limit),
-        max_sources=config.limits.max_sources,
-        max_reservations=config.limits.max_reservations,
-        hide_stale_seconds=config.hide_stale_seconds,
-        curve=config.curve,
-        load=config.load,
-    )
 
 
 def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:

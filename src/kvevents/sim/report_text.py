@@ -271,9 +271,7 @@ def _column_cells(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) 
 
 def _aggregate_seeds(column: ReportColumn, values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return sum(known) if column.best_end is None else sum(known) / len(known)
+    return None if len(known) < len(values) else sum(known) if column.best_end is None else sum(known) / len(known)
 
 
 def _mark_best(cell: Cell, column: ReportColumn) -> Cell:

@@ -244,9 +244,7 @@ class AnswerReader:
         """After an answer has filled all gaps, read it up to the live batch that confirms it."""
         live = self._deliverer.cross_check.answer_live
         conflict = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
-        if conflict is None and (live is None or reply.seq >= live.seq):
-            return (Input.COMPLETE,)
-        return conflict
+        return (Input.COMPLETE,) if conflict is None and (live is None or reply.seq >= live.seq) else conflict
 
     def _compare_live(self, fetch: ReplayFetch, live: NewestBatch, reply: ReplayBatch) -> NextInput:
         if live.matches(reply.payload):
@@ -302,7 +300,7 @@ class AnswerReader:
             if not chain.is_incomplete:
                 deliverer.ledger.discard(DegradedReason.IDENTITY)
             self._forget_chain()
-        following = None if is_fill else cross_check.unconfirmed_after(fingerprint.seq)
+        following = next((each for each in cross_check.all_unconfirmed if each.seq > fingerprint.seq and not is_fill), None)
         if following is not None:
             fetch.fingerprint = following
             return None

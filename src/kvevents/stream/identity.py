@@ -171,10 +171,6 @@ class CrossCheck:
         """Fingerprints that one answer must repeat, in ascending order, before it repeats a live batch."""
         return self._earlier_unconfirmed if self.unconfirmed is None else [*self._earlier_unconfirmed, self.unconfirmed]
 
-    def unconfirmed_after(self, seq: int) -> Fingerprint | None:
-        """Return the first unconfirmed fingerprint with a number above `seq`."""
-        return next((fingerprint for fingerprint in self.all_unconfirmed if fingerprint.seq > seq), None)
-
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared with replay.
 

@@ -202,9 +202,7 @@ class TapeSockets:
     def _outcome(self, seq: int, is_seen: bool) -> SendOutcome:
         if seq in self.faults.skipped:
             return "skipped"
-        if not is_seen:
-            return "unseen"
-        return "dropped" if self.faults.drops(seq) else "live"
+        return "unseen" if not is_seen else "dropped" if self.faults.drops(seq) else "live"
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send a message from the PUB socket. Raise `UsageError` if the socket is closed."""

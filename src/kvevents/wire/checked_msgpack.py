@@ -190,9 +190,7 @@ def length_bytes(head: int) -> int:
 def declared_length(raw: memoryview) -> int:
     """Return the number of elements that an array declares, or of pairs that a map declares; 0 for any other value."""
     head = raw[0] if raw else _NIL_BYTE
-    if head & 0xE0 == 0x80:
-        return head & 0x0F
-    return int.from_bytes(raw[1 : 1 + length_bytes(head)], "big")
+    return head & 0x0F if head & 0xE0 == 0x80 else int.from_bytes(raw[1 : 1 + length_bytes(head)], "big")
 
 
 def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int, too_many: str) -> list[msgspec.Raw]:

@@ -95,9 +95,7 @@ def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[b
 
     With a `topic` of None, the frames have the form of releases before vLLM 0.26 and SGLang 0.5.22.
     """
-    if topic is None:
-        return [b"", encode_seq(seq), payload]
-    return [b"", topic, encode_seq(seq), payload]
+    return [b"", encode_seq(seq), payload] if topic is None else [b"", topic, encode_seq(seq), payload]
 
 
 def replay_end_frames(has_topic: bool) -> list[bytes]:
