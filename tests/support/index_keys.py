@@ -132,7 +132,7 @@ def block_key(event: BlockStored, index: int, parent: tuple[int, int] | None) ->
 
 # --- places ----------------------------------------------------------------------------------------------------------------
 
-GPU, CPU, DISK = ("", "GPU", "HBM", "DEVICE", "NPU", "CUDA:0"), ("CPU", "DRAM", "CPU_PINNED", "CPU_TIER1", "HOST"), (
+GPU, CPU, DISK = ("", "GPU", "HBM", "DEVICE", "NPU", "NPU:0"), ("CPU", "DRAM", "CPU_PINNED", "CPU_TIER1", "HOST"), (
     "CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE")  # fmt: skip
 DENSE = (None, "full_attention", "mla_attention", "sink_full_attention")
 TIERS = dict.fromkeys(GPU, "gpu") | dict.fromkeys(CPU, "cpu") | dict.fromkeys(DISK, "disk")

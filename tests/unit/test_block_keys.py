@@ -243,7 +243,7 @@ def test_tiers_are_equal_in_python_and_in_the_index() -> None:
     """Tiers have one order, and each medium that engines name has one tier."""
     assert list(TIERS) == _native.TIERS
     media = {"": "gpu", "hbm": "gpu", "CPU_PINNED": "cpu", "CPU_TIER2": "disk", "nvme": "disk", "Weird": "WEIRD"}
-    media |= dict.fromkeys(("cuda", "cuda:0", "NPU", "XPU"), "gpu") | {"DRAM": "cpu"}
+    media |= {"NPU": "gpu", "xpu:0": "gpu", "DRAM": "cpu", "cuda:0": "CUDA:0"}
     assert {medium: tier_of(medium) for medium in media} == media
     assert tier_of(None) == "gpu"
     for medium, tier in media.items():

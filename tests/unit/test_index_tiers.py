@@ -213,7 +213,7 @@ def test_a_clear_of_an_unknown_tier_without_blocks_clears_everything_and_is_an_e
     cases: list[tuple[list[list[KVEvent]], tuple[int, int]]] = [
         ([stored, [cleared(medium="ALL")]], (6, 0)),
         ([[chain("GPU")], [cleared(medium="VRAM", group_idx=0)]], (0, 0)),
-        ([[chain("GPU")], [cleared(medium="cuda:0")]], (0, 0)),
+        ([[chain("GPU")], [cleared(medium="npu:0")]], (0, 0)),
         ([stored, [cleared(medium="tape")]], (6, 6)),
         ([stored, [cleared(medium="tape")], [cleared(medium="tape")]], (6, 0)),
     ]
@@ -221,7 +221,7 @@ def test_a_clear_of_an_unknown_tier_without_blocks_clears_everything_and_is_an_e
         consumers = Consumers(*batches)
         assert {certain(index) for index in consumers.all} == {expected}
         estimates = {index.worker("a").estimate for index in consumers.all}
-        assert estimates == ({None} if expected == (6, 6) or "cuda" in str(batches) else {"set-aside"})
+        assert estimates == ({None} if expected == (6, 6) or "npu" in str(batches) else {"set-aside"})
 
 
 LOCAL: dict[str, Any] = {"locality": "LOCAL"}

@@ -108,7 +108,7 @@ def test_a_removal_means_blocks_of_what_only_one_of_both_states() -> None:
     assert blocks.apply([BlockRemoved([1, 3], "gpu"), BlockRemoved([2], "GPU", 0, "REMOTE")]) == [*reversed(removals)]
 
 
-@pytest.mark.parametrize("medium", ["gpu", "cuda", "VRAM"])
+@pytest.mark.parametrize("medium", ["gpu", "npu:0", "VRAM"])
 def test_a_clear_by_another_name_of_the_tier_removes_the_blocks_of_an_upstream(medium: str) -> None:
     """A tier that the upstream never used can be any, so it clears like a clear without a tier."""
     blocks = UpstreamBlocks()

@@ -5,9 +5,10 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Tiers that are known, the fastest first; `kvevents.events.TIERS` lists the same tiers.
 pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
-/// For each tier, words that occur in the names that engines give to its media.
+/// For each tier, words that occur in the names that engines give to its media. `cuda` is not one of them: LMCache (0.5.6) sends
+/// `cuda:0` for chunks in host memory if the tokens of the prompt are a tensor on that device (`cache_engine.py`).
 const MEDIA: [&[&str]; TIERS.len()] = [
-    &["GPU", "HBM", "DEVICE", "CUDA", "NPU", "XPU"],
+    &["GPU", "HBM", "DEVICE", "NPU", "XPU"],
     &["CPU", "HOST", "PINNED", "DRAM", "TIER1"],
     &[
         "TIER2",
