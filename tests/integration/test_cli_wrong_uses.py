@@ -183,7 +183,7 @@ def test_a_replica_with_an_engine_names_the_option(capsys: pytest.CaptureFixture
         (["export", "--query", "hit-depth", "x", "--token-ids"], "--token-ids and --force are for the export of recordings"),
         (["doctor", "--bind"], "--bind and --curve-key need ENDPOINT"),
         (["doctor", "h:1", "--tls-ca", "x"], "name an engine or a service"),
-        (["tail", "h:1", "--topic", "\udcff"], "an argument is not valid UTF-8"),
+        (["tail", "h:1", "--topic-prefix", "\udcff"], "an argument is not valid UTF-8"),
     ],
 )
 def test_a_value_that_cannot_work_is_rejected_at_once(

@@ -97,8 +97,8 @@ def test_the_log_names_the_first_message_that_is_not_a_batch(
         engine.send_raw([b"garbage"])
         engine.send_raw([b"garbage"])
         assert subscriber.receive(0.1) is None
-    lines = [record.getMessage() for record in caplog.records if "ignored a message" in record.getMessage()]
-    assert lines == ["e rank 0: ignored a message: not 3 frames; check the ports"]
+    lines = [record.getMessage() for record in caplog.records if "not a batch" in record.getMessage()]
+    assert lines == ["e rank 0: ignored a message that is not a batch: not 3 frames; check the ports"]
 
 
 def test_raw_frames_can_be_sent_and_without_a_replay_endpoint_nothing_is_requested(transport: FakeTransport) -> None:

@@ -621,16 +621,6 @@ def test_malformed_replies_are_counted_and_ignored(wire: Wire) -> None:
     assert sum(wire.stream.counters.malformed.values()) == 5
 
 
-def test_messages_of_a_longer_topic_are_not_received(wire: Wire) -> None:
-    """ZeroMQ subscribes to prefixes."""
-    wire.stream.begin_connection(0.0)
-    for seq in range(3):
-        wire.feed(live(seq), live_frames(TOPIC + b"2", 7 + seq, payload(seq, 1)))
-    assert wire.new_deliveries() == ["b0", "b1", "b2"]
-    assert DegradedReason.SHARED not in wire.stream.degraded_reasons
-    assert wire.stream.counters.malformed == {"another topic than 'kv'": 3}
-
-
 def test_a_replay_endpoint_of_another_topic_is_distrusted(wire: Wire) -> None:
     """An answer with a topic outside the subscription is of another stream."""
     wire.feed(live(0), live(2))

@@ -29,7 +29,7 @@ class StreamMachine(RuleBasedStateMachine):
     @initialize(buffer_steps=st.integers(1, 30), replay=st.booleans(), up=st.booleans(), at_once=st.booleans())
     def begin(self, buffer_steps: int, replay: bool, up: bool, at_once: bool) -> None:
         self.has_replay = replay
-        source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="kv", name="e")
+        source = Source("tcp://e:1", "tcp://e:2" if replay else None, topic="k", name="e")
         self.network = Network(Publisher(buffer_steps), self.open(source))
         self.network.reports_at_once = at_once or isinstance(self.network.stream, StreamPair)
         if up:
@@ -205,7 +205,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
         decode=st.booleans(),
     )
     def begin(self, prefix: int, ahead: int, sent: int, steps: int | None, compacts: bool, decode: bool) -> None:
-        source = Source("tcp://e:1", "tcp://e:2", topic="kv", name="e")
+        source = Source("tcp://e:1", "tcp://e:2", topic="k", name="e")
         self.stream = DecodingStream(source, LIMITS) if decode else Stream(source, LIMITS)
         self.prefix, self.steps, self.compacts = prefix, steps, compacts
         self.sent, self.other = sent, ahead

@@ -26,7 +26,7 @@ DESCRIPTION: Final = (
 )
 EXAMPLES: Final = """\
   kvevents doctor tcp://10.0.0.7:5557
-  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic kv@pod@model --duration 30
+  kvevents doctor 10.0.0.7:5557 --replay 10.0.0.7:5558 --topic-prefix kv@ --duration 30
   kvevents doctor 'tcp://*:5557' --bind              for an engine that connects
   kvevents doctor --service http://10.0.0.9:8090     a service and its engines
   kvevents doctor                                    the service of KVEVENTS_SERVICE, or of the current context
@@ -39,8 +39,10 @@ def run(args: Namespace) -> int:
     """Run the checks, print each finding, and return the exit code."""
     if args.endpoint is not None and (args.service or args.context or args.token_file or args.tls_ca):
         raise CommandLineError("name an engine or a service (--service, --context), not both")
-    if args.endpoint is None and (args.replay or args.no_replay or args.topic or args.bind or args.curve_key):
-        raise CommandLineError("--replay, --no-replay, --topic, --bind and --curve-key need ENDPOINT: they are for an engine")
+    if args.endpoint is None and (args.replay or args.no_replay or args.topic_prefix or args.bind or args.curve_key):
+        raise CommandLineError(
+            "--replay, --no-replay, --topic-prefix, --bind and --curve-key need ENDPOINT: they are for an engine"
+        )
     console = Console()
     quiet = args.output in DATA_FORMATS
     subject: dict[str, Any]

@@ -68,7 +68,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument("--replay", type=endpoint, help="replay endpoint of the engine, which repairs losses (default: none)")
     replay.add_argument("--no-replay", action="store_true", help="run without replay: losses are reported, not repaired")
-    parser.add_argument("--topic", default="", help="topic of the engine's messages (default: all topics)")
+    parser.add_argument("--topic-prefix", default="", metavar="PREFIX", help="receive only topics with PREFIX (default: all)")
     parser.add_argument("--bind", action="store_true", help="listen at ENDPOINT, for an engine that connects")
     add_curve(parser)
 
@@ -121,7 +121,7 @@ def read_sources(args: Namespace) -> list[Source]:
     args.replay = None if args.no_replay else replay or args.replay
     name, curve = args.source_name or args.endpoint.partition("://")[2], read_curve(args)
     if not args.endpoint.startswith(URL_SCHEMES):
-        source = Source(args.endpoint, args.replay, topic=args.topic, name=name, bind=args.bind, curve=curve)
+        source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
         return source.ranks(args.ranks)
     # Import the service's packages here, because other commands do not need these packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
@@ -134,7 +134,7 @@ def read_sources(args: Namespace) -> list[Source]:
     sources: list[Source] = []
     for found in finding.registrations:
         replay = None if args.no_replay else args.replay or found.replay_endpoint
-        source = Source(found.endpoint, replay, topic=args.topic or found.topic, name=name, rank=found.rank, curve=curve)
+        source = Source(found.endpoint, replay, topic=args.topic_prefix or found.topic, name=name, rank=found.rank, curve=curve)
         sources.append(replace(source, replay_is_proven=found.replay_is_proven and args.replay is None))
     args.endpoint, args.replay = sources[0].endpoint, sources[0].replay_endpoint
     return sources

@@ -51,8 +51,8 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     """Endpoint of an engine's events, and the engine's replay endpoint. The relay merges several upstreams into one stream."""
     ranks: Positive = 1
     """Number of data-parallel ranks of each engine; rank R has the ports of rank 0 plus R."""
-    upstream_topic: str = ""
-    """Topic of the engines' messages (default: all topics)."""
+    topic_prefix: str = ""
+    """Receive only topics with this prefix (default: all)."""
     upstream_curve_key: FilePath | None = None
     """File with the relay's own CURVE keys for its connections to engines: NAME.key_secret from `kvevents keys`."""
     upstream_curve_server_key: PublicKey | None = None
@@ -67,7 +67,7 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
         if (self.upstream_curve_key is None) is not (self.upstream_curve_server_key is None):
             raise CommandLineError("--upstream-curve-key and --upstream-curve-server-key need each other: give both or none")
         curve = make_curve(self.upstream_curve_key, self.upstream_curve_server_key)
-        engines = [replace(engine(each), topic=self.upstream_topic, curve=curve) for each in self.upstreams]
+        engines = [replace(engine(each), topic=self.topic_prefix, curve=curve) for each in self.upstreams]
         options = {name: getattr(self, name) for name in RelayOptions.__struct_fields__}
         return RelaySettings(upstreams=tuple(source for each in engines for source in each.ranks(self.ranks)), **options)
 
@@ -77,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags = CURVE_FLAGS | {"tokens": "--token-policy", "replay_endpoint": "--replay"}
     settings = SettingsParser(RelayCommandSettings, "relay", flags=flags)
     settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]")
-    settings.add(parser, "ranks", "upstream_topic", "upstream_curve_key", "upstream_curve_server_key", "journal")
+    settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")
     settings.add(output, "endpoint", "replay_endpoint", "topic", "dialect", "tokens", "heartbeat")
     settings.add(output, "buffer_steps", "hwm", "curve.key_file", "curve.server_key", "curve.allowed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from math import ceil
+from os.path import commonprefix
 from typing import Final
 
 import zmq
@@ -26,12 +27,12 @@ class SequenceNumbers:
     def __init__(self, topic: str) -> None:
         self.received: list[int] = []
         self.newest: deque[tuple[int, bytes]] = deque(maxlen=32)
-        self._topic = topic.encode()
+        self._prefix = topic.encode()
         self._topics: set[bytes] = set()
 
     def add(self, topic: bytes, seq: int, payload: bytes) -> None:
         """Add a live batch. If its number is not above the previous number, another incarnation of the publisher begins."""
-        if self._topic not in {b"", topic}:
+        if not topic.startswith(self._prefix):
             return
         self._topics.add(topic)
         if len(self._topics) > 1 or (self.received and seq <= self.received[-1]):
@@ -158,20 +159,21 @@ def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
     return warn("traffic", f"nothing arrived in {seconds:g} s: an idle engine publishes nothing", advice)
 
 
-def check_topic(topics: Counter[bytes], expected: str) -> CheckResult | None:
-    """Check whether messages have the topic `expected`, which is empty for any topic; None if no topic is known."""
+def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
+    """Check whether the topics begin with `prefix`; None if no topic is known."""
     if not topics:
         return None
     most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(5)]
     topics_text = ", ".join(f"{topic!r} ({count:,})" for topic, count in most_common)
-    if not expected:
-        return ok("topic", f"all topics are received; seen: {topics_text}")
-    if expected.encode() in topics:
-        return ok("topic", f"messages with the topic {expected!r} are received; seen: {topics_text}")
-    advice = f"use --topic {most_common[0][0]!r}, or omit --topic to receive all topics"
-    return fail(
-        "topic", f"no message has the topic {expected!r}, so a subscriber receives nothing; seen: {topics_text}", advice
-    )
+    mismatch_count = sum(count for topic, count in topics.items() if not topic.startswith(prefix.encode()))
+    if not mismatch_count:
+        every = "all topics are received" if not prefix else f"all begin with {prefix!r}"
+        return ok("topic", f"{every}; seen: {topics_text}")
+    common = commonprefix([topic.decode("utf-8", "ignore") for topic in topics])  # noqa: RUF071 - topics are not paths
+    advice = f"use --topic-prefix {common!r}" if common else "omit --topic-prefix to receive all topics"
+    if mismatch_count == topics.total():
+        return fail("topic", f"no topic begins with {prefix!r}, so a subscriber receives nothing; seen: {topics_text}", advice)
+    return warn("topic", f"{plural(mismatch_count, 'message')} do not begin with {prefix!r}; seen: {topics_text}", advice)
 
 
 def check_frames(sample: TrafficSample) -> CheckResult | None:

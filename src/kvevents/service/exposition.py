@@ -148,7 +148,7 @@ _STREAMS: Final[MetricTable[StreamCounters]] = {
     "reconnects_total": ("Connections after the first.", lambda c: c.reconnects),
     "duplicate_messages_total": ("Messages that contained nothing new.", lambda c: c.duplicates),
     "overflowed_batches_total": ("Live batches that a full waiting buffer dropped; they are replayed.", lambda c: c.overflowed),
-    "malformed_messages_total": ("Messages that are not a batch of the source.", lambda c: sum(c.malformed.values())),
+    "malformed_messages_total": ("Messages that are not a batch.", lambda c: sum(c.malformed.values())),
     "rejected_events_total": ("Events that could not be decoded.", lambda c: sum(c.rejected.values())),
     "replay_requests_total": ("Replay requests sent.", lambda c: c.requests),
     "heartbeats_total": ("Heartbeats received with the publisher's digest.", lambda c: c.heartbeats),

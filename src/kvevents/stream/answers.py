@@ -195,7 +195,7 @@ class AnswerReader:
         elif isinstance(reply, ReplayEnd):
             self._progress(fetch)
             return self._end_answer(fetch)
-        elif reply.topic and self._source.topic and reply.topic != self._source.topic.encode():
+        elif reply.topic and not reply.topic.startswith(self._source.topic.encode()):
             deliverer.end_snapshot()
             self._distrust()
             return (Input.FETCH_FAILED,)

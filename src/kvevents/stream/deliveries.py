@@ -46,7 +46,7 @@ class Source(Struct, frozen=True):
     replay_endpoint: str | None = None
     """Where the engine answers replay requests. If None, losses are noticed but not repaired."""
     topic: str = ""
-    """Topic of the engine's messages; others are ignored. If empty, all topics are received."""
+    """Prefix of the topics to receive. Batches with another topic are not received."""
     name: str | None = None
     """Name of the engine in deliveries; its endpoint if None. Ranks of one engine share a name."""
     rank: int = 0

@@ -67,7 +67,7 @@ class TopicFeed:
     def receives(self, topic: bytes) -> bool:
         """Return whether messages of a topic are for the source."""
         own = self.source.topic.encode()
-        return topic == own if self.is_found or (own and not self.source.by_topic) else topic.startswith(own)
+        return topic == own if self.is_found else topic.startswith(own)
 
     def feed_stream(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more to read."""
@@ -252,7 +252,7 @@ class BoundSocket:
             self._owner.marked_connections.add(feed.connection)
 
     def _find_feed(self, topic: bytes) -> TopicFeed | None:
-        """Return the feed of a topic. A source with `by_topic` and no other source of the topic gets a new feed."""
+        """Return the feed with the longest prefix of a topic. A source with `by_topic` gets a new feed for each topic."""
         feeds = [feed for feed in self._feeds if feed.receives(topic)]
         feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
         limit = self._owner.options.max_topics

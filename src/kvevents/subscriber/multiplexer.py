@@ -159,7 +159,7 @@ class StreamEntry:
         self.failure = ""
         """Why the application could not apply a delivery; empty after the application has taken all batches again."""
         self.has_malformed = False
-        """Whether the log names a message that this stream has ignored. Only the first message is logged."""
+        """Whether the log names a message of this stream that is not a batch. Only the first message is logged."""
         self.first_incarnation = first_incarnation
         """The first incarnation of this subscription; only `resumed_incarnation` may be lower."""
         self.resumed_incarnation = stream.incarnation
@@ -533,7 +533,7 @@ class Multiplexer:
             self._schedule_reopen(entry, error, now)
         if not entry.has_malformed and (malformed := entry.stream.counters.malformed):
             entry.has_malformed = True
-            log.warning("%s: ignored a message: %s; check the ports", entry.label, next(iter(malformed)))
+            log.warning("%s: ignored a message that is not a batch: %s; check the ports", entry.label, next(iter(malformed)))
 
     def _run_connection_timer(self, entry: StreamEntry, now: float) -> None:
         if entry.connection is None:

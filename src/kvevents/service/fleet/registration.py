@@ -79,7 +79,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     topic: str = ""
-    """Topic of the engine's messages; by default all topics."""
+    """Prefix of the topics to subscribe to; by default all topics."""
     bind: bool = False
     """Whether to listen at the endpoint, for an engine that connects."""
     lora_name: str | None = None
