@@ -91,20 +91,27 @@ def _write_file(index: NativeIndex, path: Path, workers: Workers | None) -> None
     is_replacement = path.exists()
     if is_replacement and not path.is_file():
         raise ValueError("the path exists and is not a regular file")
-    temporary = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
-    try:
+    with replacing(path) as temporary:
         index._snapshot(temporary, workers)  # noqa: SLF001 - this module is part of the index
         if is_replacement:
             shutil.copymode(path, temporary)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which replaces the file at `path` unless an exception is raised."""
+    temporary = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Wait until the folder's entries are on the disk, if the platform can sync this folder. Raises `SnapshotError`."""
     if not hasattr(os, "O_DIRECTORY"):
         return

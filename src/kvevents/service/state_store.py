@@ -23,7 +23,7 @@ import msgspec
 
 from kvevents.errors import ConfigError, SnapshotError, reason_of
 from kvevents.index import PrefixIndex
-from kvevents.index.snapshot_file import sync_folder
+from kvevents.index.snapshot_file import replacing
 from kvevents.service.fleet.member import HTTP_ORIGIN
 from kvevents.service.fleet.registration import Registration, StreamKey
 from kvevents.stream import Checkpoint
@@ -180,19 +180,11 @@ def _write_index(index: PrefixIndex, path: Path) -> None:
 
 def _write_file(path: Path, content: bytes) -> None:
     """Replace a file atomically, and flush it to the disk."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _lock_folder(path: Path) -> int:
