@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
-from kvevents.index import Namespace, PrefixIndex
+from kvevents.index import MultiModal, Namespace, PrefixIndex
 from kvevents.stream import Batch
 from tests.system.vllm_oracle.engine_cache import FULL, STATE, WINDOWS, EngineCache, engine_hashes
 
@@ -95,7 +95,7 @@ class Engine:
 
 @given(cache=caches(), seed=st.integers(0, 1 << 32))
 def test_the_index_matches_the_same_tokens_as_the_model_of_the_rules(cache: Cache, seed: int) -> None:
-    """For any groups, any resident blocks and prompts of any length, the index and the model find the same tokens."""
+    """For any groups, blocks and prompts, with or without an image, the index and the model find the same tokens."""
     random = Random(seed)
     engine, model, index = Engine(cache, random), EngineCache(cache.drafts), PrefixIndex()
     index.set_drafts("engine", cache.drafts)
@@ -107,14 +107,18 @@ def test_the_index_matches_the_same_tokens_as_the_model_of_the_rules(cache: Cach
         for prompt, salt in zip(engine.prompts, engine.salts, strict=True):
             whole = prompt[: random.randint(1, len(prompt))]
             longest = random.randint(0, len(whole))
-            found = index.match(whole, Namespace(salt=salt), max_tokens=longest)
-            expected = model.tokens(whole, longest, salt)
+            text = random.choice([len(whole), random.randrange(len(whole))])
+            images = [MultiModal("image", text, 1)] if text < len(whole) else []
+            # The engine has announced no image, so it holds only blocks that end before the image.
+            held = whole[: text // cache.unit * cache.unit + cache.lookahead] if images else whole
+            found = index.match(whole, Namespace(salt=salt, mm=images), max_tokens=longest)
+            expected = model.tokens(held, longest, salt)
             event("a hit" if expected else "no hit")
             if any(worker.tokens == 0 for worker in found):
-                # Windows need not announce the first blocks of a prompt, and only those contain its salt.
-                assert salt is not None
+                # Windows need not announce the first blocks of a prompt, which contain its salt, nor blocks with its images.
+                assert salt is not None or images
                 assert all(group.kind not in FULL for group in cache.groups)
                 assert not any(worker.is_certain for worker in found)
                 continue
-            assert sum(worker.tokens for worker in found) == expected, (cache, number, salt, len(whole), longest)
+            assert sum(worker.tokens for worker in found) == expected, (cache, number, salt, len(whole), longest, text)
     assert index.worker("engine").estimate in {None, "unknown-parents"}, "the engine evicts parents before their children"

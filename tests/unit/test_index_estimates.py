@@ -124,6 +124,21 @@ def test_blocks_of_a_window_alone_need_no_parent() -> None:
     assert index.worker(feed.worker).estimate in {None, "unknown-hashing"}
 
 
+def test_blocks_before_an_image_count_while_the_hashing_is_unknown() -> None:
+    """An image changes no block before it, so the estimate for them is that of the same text without the image."""
+    index = PrefixIndex()
+    feed = Feed(index)
+    feed(
+        store([1, 2], [1, 1, 2, 2], 2, kv_cache_spec_kind="full_attention", group_idx=0),
+        store([2], [], 1, kv_cache_spec_kind="mamba", group_idx=1),
+    )
+    assert index.worker(feed.worker).estimate == "unknown-hashing"
+    for prompt, scope in ([1, 1, 2, 2], Scope()), ([1, 1, 2, 2, 3, 3], Scope(mm=(("image", 4, 2),))):
+        hit = index.match(prompt, namespace(scope)).get(*feed.worker)
+        assert hit is not None
+        assert (hit.tokens, hit.is_certain) == (4, False)
+
+
 OFFLOADING: dict[str, list[KVEvent]] = {
     "computed": [store([1, 2], [1, 1, 2, 2], 2)],
     "evicted": [removal(1, 2)],

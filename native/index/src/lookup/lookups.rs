@@ -60,6 +60,16 @@ impl Scope {
         }
     }
 
+    /// Number of tokens of a prompt before its first item; 0 with a LoRA. Hashes of the blocks of these tokens cover no other input, except a
+    /// salt.
+    fn plain_tokens(&self, tokens: usize) -> usize {
+        let first = self
+            .items
+            .first()
+            .map_or(tokens, |item| usize::try_from(item.start).unwrap_or(0));
+        if self.lora == 0 { first.min(tokens) } else { 0 }
+    }
+
     /// The forms in which engines announce the prompt: with its own tokens, and with placeholders for the tokens of its items
     /// (TensorRT-LLM).
     fn variants<'a>(&self, tokens: &'a [u32]) -> Vec<Cow<'a, [u32]>> {
@@ -618,22 +628,30 @@ impl<'a> HashedPrompts<'a> {
 
     /// Returns how many tokens one stream holds; None if the number is not known.
     fn find_one(&mut self, stream: u32, lookup: &GroupLookup, cache: &RwLock<GroupCache>) -> Option<Found> {
-        let (has_full, is_plain) = (lookup.groups.has_full(), self.scope.lora == 0 && self.scope.items.is_empty());
+        let (groups, plain) = (&lookup.groups, self.scope.plain_tokens(self.tokens.len()));
+        let (has_full, is_plain) = (groups.has_full(), self.scope.lora == 0 && self.scope.items.is_empty());
+        // An engine that has announced no LoRA and no item holds no block with a LoRA, and none from the first item on. This (and below, the
+        // same for salts) does not follow for an engine without full attention, which might not announce the first blocks of a prompt.
+        if !is_plain && (!has_full || groups.has_unknown_inputs) {
+            return None;
+        }
+        if plain == 0 {
+            return Some(Found::default());
+        }
         let salt = match self.scope.salt {
             0 => Some(None),
             part => cache.read().salt(part).map(|salt| Some(salt.to_owned())),
         };
-        match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
+        match (&groups.hashing, salt) {
             (Some(hashing), Some(salt)) => {
                 let (longest, shared_looks, source) = (self.longest, self.shared_looks, source_of(self.names, stream));
                 let hashes = self.hashes(source, hashing, salt)?;
+                let hashes = &hashes[..hashes.len().min(plain / hashing.unit as usize)];
                 let looks = Looks::new(hashes.len(), shared_looks, source);
-                Some(GroupCache::find(cache, &lookup.groups, hashes, longest, &looks))
+                Some(GroupCache::find(cache, groups, hashes, longest.min(plain), &looks))
             }
-            // The engine has announced no prompt with this salt (or, below, no prompt with a LoRA or an item), so it holds no token of this
-            // prompt. This does not follow for an engine without full attention, which might not announce the first blocks of a prompt.
+            // The engine has announced no prompt with this salt, so it holds no token of this prompt.
             (Some(_), None) if has_full && !cache.read().misses_salts() => Some(Found::default()),
-            _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
             _ => None,
         }
     }
